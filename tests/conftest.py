@@ -1,11 +1,6 @@
-"""Fixtures and pytest hooks for all test folders."""
-
-from __future__ import annotations
-
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,13 +46,7 @@ def scope_of(nodeid: str) -> str:
 
 
 class OneRayAtATime(LoadScopeScheduling):
-    """A scheduler that runs all tests with processes per rank in one worker.
-
-    These tests have "ray" in the name of their file or parameter. They have time limits, and each of them
-    needs the whole machine. All tests of one file also run in one worker, because they share fixtures.
-    (`--dist loadgroup` could read the same groups from marks, but xdist 3.8 cannot pass marks on under pytest
-    9.)
-    """
+    """Runs all tests with processes per rank in one worker: they have time limits, and need the machine."""
 
     def _split_scope(self, nodeid: str) -> str:
         return scope_of(nodeid)
@@ -75,8 +64,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneRayAtATim
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """Start one Ray cluster for all tests of this process; its workers start from a warm server."""
+def ray_cluster():
     warm_ray()
     import_module("tandem.runtime.ray_backend.cluster").connect(None, temp_dir=None, object_store_gb=1.0)
     yield

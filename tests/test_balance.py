@@ -27,20 +27,13 @@ def test_known_instance():
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in rows) for rows in sets) == [14, 16]
 
 
-def test_heaviest_set_comes_first_and_ties_are_stable():
-    items = [3, 3, 3, 3, 9, 1]
-    first = partition(items, 3)
-    assert [sum(items[i] for i in rows) for rows in first] == sorted(
-        (sum(items[i] for i in rows) for rows in first), reverse=True
-    )
-    assert partition(list(items), 3) == first
-
-
-def test_sums_differ_little_where_items_are_many():
+def test_sums_differ_little_and_the_heaviest_set_comes_first():
     draw = random.Random(5)
     items = [draw.randint(100, 2000) for _ in range(512)]
-    totals = [sum(items[i] for i in rows) for rows in partition(items, 8)]
-    assert max(totals) - min(totals) <= 4
+    sets = partition(items, 8)
+    totals = [sum(items[i] for i in rows) for rows in sets]
+    assert totals == sorted(totals, reverse=True) and totals[0] - totals[-1] <= 4
+    assert partition(list(items), 8) == sets
 
 
 @pytest.mark.parametrize(("count", "parts"), [(4096, 8), (4096, 64), (32768, 32)])
@@ -57,18 +50,15 @@ def test_many_items_are_divided_quickly_and_at_most_one_item_apart(count, parts)
     assert totals[0] - totals[-1] <= totals[0] / 1000  # the last items are light
 
 
-def test_many_equal_items_are_divided_by_number():
+def test_equal_few_and_no_items():
     assert [len(rows) for rows in partition([7] * 4097, 8)] == [513, *[512] * 7]
+    assert partition([5, 2], 4) == [[0], [1], [], []]
+    assert partition([], 2) == [[], []]
 
 
 def test_even_slices():
     assert even(7, 4) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
     assert even(1, 3) == [slice(0, 1), slice(1, 1), slice(1, 1)]
-
-
-def test_fewer_items_than_parts_leaves_empty_sets():
-    assert partition([5, 2], 4) == [[0], [1], [], []]
-    assert partition([], 2) == [[], []]
 
 
 @given(st.lists(st.integers(1, 100), max_size=30), st.integers(100, 300))
@@ -86,12 +76,9 @@ def test_a_budget_with_a_number_of_sets():
     assert within_budget([], 30, 2) == []
 
 
-def test_budget_below_one_item():
+def test_what_cannot_be_divided():
     with pytest.raises(ConfigError, match="101 tokens"):
         within_budget([3, 101], 100)
-
-
-def test_no_parts():
     with pytest.raises(ConfigError, match="parts"):
         partition([1], 0)
 

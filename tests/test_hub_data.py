@@ -1,7 +1,3 @@
-"""Datasets by their hub name, from a cache with huggingface_hub's layout, without a network."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub
@@ -12,6 +8,7 @@ from tandem.config.load import load_train_config
 from tandem.data.files import read_files
 from tandem.errors import ConfigErrors
 from tests.support.tiny import make_tokenizer, write_rows
+from tests.support.words import words as full_words
 
 REVISION = "b" * 40
 
@@ -21,11 +18,8 @@ def rows(first: int, number: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a dataset `openai/gsm8k` in the cache.
-
-    It has two folders. The first one's training rows are in two files.
-    """
+def snapshot(tmp_path, monkeypatch):
+    """Return a dataset in the cache with two folders; the first one's training rows are in two files."""
     cache = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -45,13 +39,8 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def words(folder: Path, files: str) -> list[str]:
     make_tokenizer(folder / "model")
     (folder / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 50}')
-    return [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={files}",
-        "algorithm.adv_estimator=grpo",
-        "actor_rollout_ref.rollout.n=2",
-        "data.train_batch_size=2",
-    ]
+    usual = "algorithm.adv_estimator=grpo R.n=2 data.train_batch_size=2"
+    return full_words(f"M.path={folder / 'model'} data.train_files={files}", usual)
 
 
 def refusal(folder: Path, files: str) -> str:
@@ -60,7 +49,7 @@ def refusal(folder: Path, files: str) -> str:
     return str(caught.value)
 
 
-def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
+def test_its_rows_are_the_data(snapshot, tmp_path):
     held_out = "data.val_files=hf:openai/gsm8k?split=test"
     loaded = load_train_config(None, [*words(tmp_path, "hf:openai/gsm8k?name=main"), held_out])
     data = loaded.config.data
@@ -69,31 +58,29 @@ def test_its_rows_are_the_data(snapshot: Path, tmp_path: Path) -> None:
     assert any(str(snapshot) in said for said in loaded.messages)
 
 
-def test_several_folders_are_named(snapshot: Path, tmp_path: Path) -> None:
+def test_several_folders_are_named(snapshot, tmp_path):
     assert "expected: name=main or name=socratic" in refusal(tmp_path, "hf:openai/gsm8k")
 
 
 @pytest.mark.parametrize("files", ["hf:openai/other", "hf:openai/gsm8k?split=dev"])
-def test_what_is_not_there_offline_is_an_error_with_what_to_do(
-    snapshot: Path, tmp_path: Path, files: str
-) -> None:
+def test_what_is_not_there_offline_is_an_error_with_what_to_do(snapshot, tmp_path, files):
     told = refusal(tmp_path, files)
     assert "data.train_files: the hub has no dataset" in told
     assert str(tmp_path / "cache") in told
     assert f"`hf download --repo-type dataset {files[3:].partition('?')[0]}`" in told and "HF_HOME" in told
 
 
-def test_half_a_split_in_the_cache_is_not_taken_for_the_whole(snapshot: Path, tmp_path: Path) -> None:
+def test_half_a_split_in_the_cache_is_not_taken_for_the_whole(snapshot, tmp_path):
     (snapshot / "main" / "train-00001-of-00002.parquet").unlink()
     assert "the hub has no dataset" in refusal(tmp_path, "hf:openai/gsm8k?name=main")
 
 
-def test_what_is_no_name_of_a_data_set_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_name_of_a_data_set_is_refused(tmp_path):
     assert "hf:OWNER/NAME?split=train&name=FOLDER" in refusal(tmp_path, "hf:gsm8k")
     assert "hf:OWNER/NAME?split=train&name=FOLDER" in refusal(tmp_path, "hf:openai/gsm8k?splt=test")
 
 
-def test_a_path_that_is_not_there_is_no_such_file(tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_no_such_file(tmp_path):
     told = refusal(tmp_path, "data/train.parquet")
     assert "data.train_files: this file does not exist" in told and "hub" not in told.replace("hf:", "")
     assert "hf:openai/gsm8k" in refusal(tmp_path, "openai/gsm8k")

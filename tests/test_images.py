@@ -1,7 +1,3 @@
-"""docker/: images have pinned versions, run as a user, and contain only files of the build context."""
-
-from __future__ import annotations
-
 import configparser
 import re
 import runpy
@@ -10,27 +6,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PINS = dict(
-    line.split("==")
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    if not line.startswith("#")
-)
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+PINS = dict(line.split("==") for line in CONSTRAINTS if not line.startswith("#"))
 build = runpy.run_path(str(ROOT / "docker" / "build.py"))
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
 parse = runpy.run_path(str(ROOT / "docker" / "try_install.py"))["instructions"]
 
 
-def test_there_is_one_image_for_each_kind_of_machine_and_of_rollout_engine() -> None:
-    assert {path.suffix for path in DOCKERFILES} == {".cpu", ".cuda", ".sglang", ".vllm"}
-
-
-def test_lines_are_joined_and_comments_left_out() -> None:
+def test_lines_are_joined_and_comments_left_out():
     text = "# head\nARG A=1\nRUN one \\\n    # between\n    && two\n\ncopy a b\n"
     assert list(parse(text)) == [("ARG", "A=1"), ("RUN", "one && two"), ("COPY", "a b")]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
-def test_an_image(path: Path) -> None:
+def test_an_image(path):
     steps = list(parse(path.read_text(encoding="utf-8")))
     words = [word for word, _ in steps]
     installs = " ".join(rest for word, rest in steps if word == "RUN" and "pip install" in rest)
@@ -48,12 +37,12 @@ def test_an_image(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.suffix[1:])
-def test_the_base_of_an_image(path: Path) -> None:
+def test_the_base_of_an_image(path):
     assert build["base_of"](path, []) == "python:3.11-slim-bookworm"
     assert build["base_of"](path, ["PYTHON=3.12", "TORCH_FROM="]) == "python:3.12-slim-bookworm"
 
 
-def test_pip_settings_are_mounted_for_the_build_alone(tmp_path: Path) -> None:
+def test_pip_settings_are_mounted_for_the_build_alone(tmp_path):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     options = list(build["mounts"](tmp_path, {"find-links": f"{wheels} /not/there", "timeout": "9"}))

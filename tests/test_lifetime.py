@@ -1,7 +1,3 @@
-"""Processes that end together with their parent, and temporary folders of ended processes."""
-
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -38,10 +34,9 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a child is told of its parent's end on Linux alone")
-def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
+def test_a_child_does_not_outlive_a_parent_that_is_killed():
     command = [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"]
     parent = subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     with parent:
         pid, status = parent.stdout.readline().split()
         assert status == "None" and lives(int(pid))
@@ -52,12 +47,12 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
         assert not lives(int(pid))
 
 
-def test_what_was_imported_without_threads_may_fork() -> None:
+def test_what_was_imported_without_threads_may_fork():
     program = "import os, numpy, pyarrow, torch, tandem.lifetime as l; os._exit(0 if l.fork_alone() else 0)"
     subprocess.run([sys.executable, "-c", program], env=os.environ | THREADLESS, timeout=120, check=True)
 
 
-def test_a_process_with_threads_does_not_fork() -> None:
+def test_a_process_with_threads_does_not_fork():
     waiting = threading.Event()
     thread = threading.Thread(target=waiting.wait)
     thread.start()
@@ -67,21 +62,20 @@ def test_a_process_with_threads_does_not_fork() -> None:
     thread.join()
 
 
-def test_the_server_of_warm_processes_has_one_thread(tmp_path: Path) -> None:
-    """It would otherwise refuse to fork. The process sees the server that forked it."""
+def test_the_server_of_warm_processes_has_one_thread(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import os; print(len(os.listdir(f'/proc/{os.getppid()}/task')))")
     with WarmProcess([sys.executable, program], stdout=subprocess.PIPE, text=True) as process:
         assert process.communicate(timeout=280)[0] == "1\n"
 
 
-def test_a_child_is_waited_for_as_any_other() -> None:
+def test_a_child_is_waited_for_as_any_other():
     child = start_bound([sys.executable, "-c", "import os; print(os.getppid())"], stdout=subprocess.PIPE)
     out, _ = child.communicate(timeout=30)
     assert (int(out), child.returncode) == (os.getpid(), 0)
 
 
-def test_a_program_that_is_not_there_is_said_to_the_caller() -> None:
+def test_a_program_that_is_not_there_is_said_to_the_caller():
     with pytest.raises(FileNotFoundError):
         start_bound(["/no/such/program"])
 
@@ -95,19 +89,13 @@ sys.stdin.read()
 
 
 def owner(place: Path) -> tuple[subprocess.Popen[str], list[Path]]:
-    """Yield a process with temporary folders, and these folders."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(place)},
-    )
-    assert process.stdout is not None
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    env = os.environ | {"TMPDIR": str(place)}
+    process = subprocess.Popen([sys.executable, "-c", OWNER], env=env, **streams)
     return process, [Path(name) for name in process.stdout.readline().split()]
 
 
-def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path: Path) -> None:
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_path):
     killed, left = owner(tmp_path)
     alive, held = owner(tmp_path)
     other = tmp_path / "tandem-of-somebody"
@@ -128,7 +116,7 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_
             process.communicate()
 
 
-def test_another_users_folder_stays(tmp_path: Path) -> None:
+def test_another_users_folder_stays(tmp_path):
     if os.getuid() != 0:
         pytest.skip("only root can give a folder to another user")
     theirs = tmp_path / "tandem-scratch-test-of-another"
@@ -149,7 +137,7 @@ for _ in range(300):
 """
 
 
-def test_processes_that_start_together_do_not_take_each_others_folders(tmp_path: Path) -> None:
+def test_processes_that_start_together_do_not_take_each_others_folders(tmp_path):
     command = [sys.executable, "-c", MANY, str(tmp_path)]
     starts = [subprocess.Popen(command) for _ in range(4)]
     assert [each.wait(60) for each in starts] == [0, 0, 0, 0]

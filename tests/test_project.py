@@ -43,16 +43,16 @@ def _lines_matching(pattern: re.Pattern[str], files: list[Path]) -> list[str]:
     ]
 
 
-def test_there_is_something_to_check() -> None:
+def test_there_is_something_to_check():
     assert {"tandem/errors.py", "tests/test_project.py"} <= {_name(path) for path in SOURCES}
 
 
-def test_no_file_is_too_long() -> None:
+def test_no_file_is_too_long():
     lengths = {_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
-def test_no_function_is_too_long() -> None:
+def test_no_function_is_too_long():
     long = {}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -64,15 +64,15 @@ def test_no_function_is_too_long() -> None:
     assert long == {}
 
 
-def test_no_path_of_one_machine() -> None:
+def test_no_path_of_one_machine():
     assert _lines_matching(MACHINE_PATH, FILES) == []
 
 
-def test_nothing_is_left_unfinished() -> None:
+def test_nothing_is_left_unfinished():
     assert _lines_matching(LEFTOVER, SOURCES) == []
 
 
-def test_test_files_have_different_names() -> None:
+def test_test_files_have_different_names():
     names = [path.name for path in SOURCES if path.name.startswith("test_")]
     assert sorted(names) == sorted(set(names))
 
@@ -84,7 +84,7 @@ def _requirements() -> list[Requirement]:
 
 
 @pytest.mark.parametrize("requirement", _requirements(), ids=str)
-def test_constraints_pin_a_version_that_the_project_admits(requirement: Requirement) -> None:
+def test_constraints_pin_a_version_that_the_project_admits(requirement):
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])

@@ -1,9 +1,3 @@
-"""Tasks of reasoning-gym as data and as scores."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import reasoning_gym
 
@@ -19,17 +13,16 @@ def problems() -> reasoning_gym.dataset.ProceduralDataset:
     return reasoning_gym.create_dataset("chain_sum", size=30, seed=7, min_terms=2, max_terms=3)
 
 
-def test_rows_are_the_generators_problems() -> None:
+def test_rows_are_the_generators_problems():
     rows = parse(REFERENCE).rows()
     assert [row["reward_model"]["ground_truth"] for row in rows] == [p["answer"] for p in problems()]
-    assert [row["prompt"][0]["content"] for row in rows] == [
-        p["question"] + ASKED_FOR_TAGS for p in problems()
-    ]
+    asked = [p["question"] + ASKED_FOR_TAGS for p in problems()]
+    assert [row["prompt"][0]["content"] for row in rows] == asked
     text = parse(f"{REFERENCE}&answer=text").rows()
     assert text[3]["prompt"][0]["content"] == problems()[3]["question"]
 
 
-def test_a_task_stands_where_a_file_may(tmp_path: Path) -> None:
+def test_a_task_stands_where_a_file_may(tmp_path):
     files = read_files(REFERENCE, ["prompt", "data_source", "extra_info"], max_samples=12)
     assert len(files) == 12 and files.columns == ["prompt", "data_source", "extra_info"]
     assert count_rows([REFERENCE]) == 30
@@ -37,7 +30,7 @@ def test_a_task_stands_where_a_file_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["countdown", "word_sorting", "letter_counting", "family_relationships"])
-def test_answers_are_scored_as_reasoning_gym_scores_them(name: str) -> None:
+def test_answers_are_scored_as_reasoning_gym_scores_them(name):
     task = parse(f"reasoning-gym:{name}?size=6&seed=3")
     original = reasoning_gym.create_dataset(name, size=6, seed=3)
     rows = task.rows()
@@ -48,18 +41,14 @@ def test_answers_are_scored_as_reasoning_gym_scores_them(name: str) -> None:
             f"<answer>{other}</answer>": other,
             f"{problem['answer']}": None,
         }
-        items = [
-            Item(f"reasoning-gym:{name}", text, problem["answer"], rows[number]["extra_info"], number)
-            for text in responses
-        ]
-        expected = [
-            0.0 if answer is None else original.score_answer(answer.strip(), problem)
-            for answer in responses.values()
-        ]
+        given = problem["answer"], rows[number]["extra_info"], number
+        items = [Item(f"reasoning-gym:{name}", text, *given) for text in responses]
+        answers = responses.values()
+        expected = [original.score_answer(answer.strip(), problem) if answer else 0.0 for answer in answers]
         assert [each.score for each in score(items)] == pytest.approx(expected)
 
 
-def test_without_tags_the_whole_response_is_the_answer() -> None:
+def test_without_tags_the_whole_response_is_the_answer():
     rows = parse(f"{REFERENCE}&answer=text").rows()
     answer = rows[0]["reward_model"]["ground_truth"]
     items = [
@@ -80,13 +69,13 @@ def test_without_tags_the_whole_response_is_the_answer() -> None:
         ("reasoning-gym:chain_sum?min_terms=5&max_terms=2", "AssertionError"),
     ],
 )
-def test_a_reference_that_cannot_be_read_is_named(reference: str, telling: str) -> None:
+def test_a_reference_that_cannot_be_read_is_named(reference, telling):
     with pytest.raises(DataError) as caught:
         parse(reference).rows()
     assert reference in str(caught.value) and telling in str(caught.value)
 
 
-def test_a_csv_file_is_read_by_its_first_line(tmp_path: Path) -> None:
+def test_a_csv_file_is_read_by_its_first_line(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text('prompt,answer\n"1+1=",2\n"two\nlines",3\n')
     files = read_files(str(path), ["prompt", "answer"])

@@ -1,7 +1,3 @@
-"""JSON and YAML of unknown origin: the parsers return a value or raise an error."""
-
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,12 +9,12 @@ DEEP = 100_000
 
 
 @pytest.mark.parametrize("text", ["[" * DEEP, '{"a":' * DEEP, "{", "[1,]", "9" * 5000])
-def test_json_that_cannot_be_read_is_a_value_error(text: str) -> None:
+def test_json_that_cannot_be_read_is_a_value_error(text):
     with pytest.raises(ValueError):  # noqa: PT011 - the sentence is of Python's own
         parse_json(text)
 
 
-def test_brackets_within_a_string_are_no_nesting() -> None:
+def test_brackets_within_a_string_are_no_nesting():
     assert parse_json(json.dumps("[" * DEEP)) == "[" * DEEP
 
 
@@ -30,17 +26,17 @@ def bomb(levels: int) -> str:
 
 
 @pytest.mark.parametrize("text", ["[" * DEEP, "{a: " * DEEP, bomb(9), "&a [*a]", "a: &a\n  b: *a\n"])
-def test_yaml_that_would_end_the_process_is_refused(text: str) -> None:
+def test_yaml_that_would_end_the_process_is_refused(text):
     with pytest.raises(TooLargeError):
         parse_yaml(text)
 
 
-def test_yaml_with_a_few_aliases_is_read() -> None:
+def test_yaml_with_a_few_aliases_is_read():
     text = "base: &base {lr: 1.0, names: [a, b]}\nother:\n  <<: *base\n  lr: 2.0\n"
     assert parse_yaml(text)["other"] == {"lr": 2.0, "names": ["a", "b"]}
     check_yaml(bomb(4))
 
 
-def test_what_is_no_yaml_is_yamls_own_error() -> None:
+def test_what_is_no_yaml_is_yamls_own_error():
     with pytest.raises(yaml.YAMLError):
         check_yaml("a: [1")

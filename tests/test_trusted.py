@@ -1,7 +1,3 @@
-"""Code in a run folder runs only if a run of this user wrote it, or if the user allows it."""
-
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
@@ -22,11 +18,8 @@ Forget = Callable[[], None]
 
 
 @pytest.fixture(autouse=True)
-def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forget:
-    """Return a function that acts as another process of the same user.
-
-    The user exists only in this test. The process has read nothing yet.
-    """
+def forget(tmp_path, monkeypatch):
+    """Act as another process of the same user, who exists only in this test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(trusted.TRUST, "")
     return lambda: monkeypatch.setenv(trusted.TRUST, "")
@@ -36,7 +29,7 @@ def twice(value: int) -> int:
     return 2 * value
 
 
-def test_a_function_of_ones_own_run_is_loaded_wherever_it_lies(tmp_path: Path, forget: Forget) -> None:
+def test_a_function_of_ones_own_run_is_loaded_wherever_it_lies(tmp_path, forget):
     path, name = write_function(twice, tmp_path / "run" / "inputs")
     forget()
     assert load_function(f"{path}:{name}")(4) == 8
@@ -45,7 +38,7 @@ def test_a_function_of_ones_own_run_is_loaded_wherever_it_lies(tmp_path: Path, f
     assert load_function(f"{tmp_path / 'elsewhere' / 'inputs' / path.name}:{name}")(4) == 8
 
 
-def test_the_key_is_its_users_alone(tmp_path: Path) -> None:
+def test_the_key_is_its_users_alone(tmp_path):
     write_function(twice, tmp_path / "inputs")
     file = tmp_path / "state" / "tandem" / "key"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(file.read_bytes()) == 32
@@ -54,9 +47,7 @@ def test_the_key_is_its_users_alone(tmp_path: Path) -> None:
     assert file.read_bytes() == key
 
 
-def test_a_function_of_another_user_is_not_loaded(
-    tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_of_another_user_is_not_loaded(tmp_path, forget, monkeypatch):
     path, name = write_function(twice, tmp_path / "inputs")
     forget()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
@@ -70,7 +61,7 @@ def test_a_function_of_another_user_is_not_loaded(
 
 
 @pytest.mark.parametrize("kind", payloads(Path("canary")))
-def test_an_evil_pickle_in_place_of_a_function_is_not_read(kind: str, tmp_path: Path, forget: Forget) -> None:
+def test_an_evil_pickle_in_place_of_a_function_is_not_read(kind, tmp_path, forget):
     canary, (path, name) = tmp_path / "canary", write_function(twice, tmp_path / "inputs")
     forget()
     path.write_bytes(pickle.dumps(payloads(canary)[kind]))  # next to the signature of the old content
@@ -82,9 +73,7 @@ def test_an_evil_pickle_in_place_of_a_function_is_not_read(kind: str, tmp_path: 
     assert not list(tmp_path.glob("canary*"))
 
 
-def test_without_a_place_for_the_key_the_process_itself_may_go_on(
-    tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_place_for_the_key_the_process_itself_may_go_on(tmp_path, forget, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     path, name = write_function(twice, tmp_path / "inputs")
@@ -96,9 +85,7 @@ def test_without_a_place_for_the_key_the_process_itself_may_go_on(
         load_function(f"{other}:{name}")
 
 
-def test_a_link_out_of_a_trusted_folder_is_not_followed(
-    tmp_path: Path, forget: Forget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_out_of_a_trusted_folder_is_not_followed(tmp_path, forget, monkeypatch):
     path, name = write_function(twice, tmp_path / "inputs")
     path.with_name(path.name + ".sig").unlink()
     (tmp_path / "trusted").mkdir()

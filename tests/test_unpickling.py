@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import random
 import struct
@@ -24,7 +22,7 @@ def again(thing: Any) -> Any:
     return load_plain(written, refused=DataError, field="it")
 
 
-def test_plain_values_come_back_as_they_were() -> None:
+def test_plain_values_come_back_as_they_were():
     plain = {"a": (1, "ü", None, float("inf")), 2: [1 << 200, b"", b"x"], "s": {1, 2}, "d": datetime.now(UTC)}
     plain |= {"decimal": Decimal("1.50"), "random": random.getstate(), "size": torch.Size([3])}
     assert again(plain) == plain
@@ -43,7 +41,7 @@ def test_plain_values_come_back_as_they_were() -> None:
         np.asfortranarray(np.array([[1, "a"], [None, {"k": 2.5}]], dtype=object)),
     ],
 )
-def test_arrays_come_back_as_they_were(array: np.ndarray) -> None:
+def test_arrays_come_back_as_they_were(array):
     back = again([array, {"same": array}])
     assert type(back[0]) is np.ndarray and back[0] is back[1]["same"]
     assert back[0].dtype == array.dtype and back[0].shape == array.shape
@@ -51,7 +49,7 @@ def test_arrays_come_back_as_they_were(array: np.ndarray) -> None:
     back[0][...] = back[0].copy()  # it is writable
 
 
-def test_arrays_within_arrays_and_the_states_of_generators() -> None:
+def test_arrays_within_arrays_and_the_states_of_generators():
     inner = np.empty(2, dtype=object)
     inner[:] = [np.arange(3), {"x": np.float64(0.1)}]
     back = again({"array": inner, "legacy": np.random.get_state(), "number": np.int64(7)})
@@ -63,14 +61,14 @@ def test_arrays_within_arrays_and_the_states_of_generators() -> None:
     assert other.random() == generator.random()
 
 
-def test_tensors_come_back_with_their_types() -> None:
+def test_tensors_come_back_with_their_types():
     tensors = [torch.arange(3), torch.tensor(0.1, dtype=torch.bfloat16), torch.zeros(0, 2)]
     for back, tensor in zip(again(tensors), tensors, strict=True):
         assert back.dtype == tensor.dtype and torch.equal(back, tensor)
 
 
 @pytest.mark.parametrize("kind", payloads(Path("canary")))
-def test_nothing_in_a_file_is_called(kind: str, tmp_path: Path) -> None:
+def test_nothing_in_a_file_is_called(kind, tmp_path):
     canary = tmp_path / "canary"
     torch.save(payloads(canary)[kind], tmp_path / "file.pt")
     with pytest.raises(CheckpointError) as caught:
@@ -94,7 +92,7 @@ class Dressed:
         Runs(np.float64(1).__reduce__()[0], Dressed(), struct.pack("<q", 1)),
     ],
 )
-def test_a_forged_array_is_refused(forged: Any) -> None:
+def test_a_forged_array_is_refused(forged):
     """One has no content; the bytes of two others would be taken for addresses of objects."""
     with pytest.raises(DataError):
         again(forged)
@@ -103,12 +101,12 @@ def test_a_forged_array_is_refused(forged: Any) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\x80", b"not a file", b"\x80\x02K\x01.", b"PK\x03\x04" + bytes(40)]
 )
-def test_what_is_no_such_file_is_refused(content: bytes) -> None:
+def test_what_is_no_such_file_is_refused(content):
     with pytest.raises(DataError) as caught:
         load_plain(io.BytesIO(content), refused=DataError, field="it")
     assert caught.value.field == "it" and caught.value.got
 
 
-def test_a_missing_file_is_missing(tmp_path: Path) -> None:
+def test_a_missing_file_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_plain(tmp_path / "none.pt", refused=DataError, field="it")

@@ -1,7 +1,3 @@
-"""The live curve, tested in a real notebook kernel."""
-
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat
@@ -34,7 +30,7 @@ trainer.close()
 
 
 @pytest.mark.slow
-def test_cells_train_and_draw_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_train_and_draw_a_curve(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     model = make_model(tmp_path / "model")
     cells = [cell.replace("MODEL", str(model)).replace("OUT", str(tmp_path / "run")) for cell in CELLS]

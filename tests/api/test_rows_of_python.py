@@ -1,7 +1,3 @@
-"""Rows from every supported library become data files with the same values."""
-
-from __future__ import annotations
-
 import datasets
 import pandas as pd
 import polars as pl

@@ -1,11 +1,4 @@
-"""`tandem.train` and `tandem.Trainer` train a tiny model with functions and rows of this file."""
-
-from __future__ import annotations
-
 import asyncio
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +6,7 @@ import tandem
 from tandem.api.arguments import reward_keys
 from tandem.errors import ConfigError, TandemError
 from tests.support.tiny import make_model
+from tests.support.warm import cold
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "hint": "sum"} for a in range(5) for b in range(5)]
 SETTINGS = {
@@ -30,8 +24,16 @@ def digits(prompt, response, answer, **columns):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow)])
+def settings(request):
+    if request.param == "local":
+        return SETTINGS
+    request.getfixturevalue("ray_cluster")
+    return {**SETTINGS, "trainer.n_gpus_per_node": 2}
 
 
 def test_a_run_from_start_to_end(model, tmp_path):
@@ -75,10 +77,9 @@ def test_weighted_rewards_are_summed_and_told_apart(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path):
-    with tandem.Trainer(
-        model, train=ROWS, val=ROWS[:4], rewards=digits, steps=4, out=tmp_path / "run", config=SETTINGS
-    ) as trainer:
+def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path, settings):
+    own = {"val": ROWS[:4], "rewards": digits, "steps": 4, "out": tmp_path / "run", "config": settings}
+    with tandem.Trainer(model, train=ROWS, **own) as trainer:
         seen = []
         for step in trainer:
             seen.append(step.number)
@@ -96,9 +97,7 @@ def test_a_trainer_pauses_answers_and_goes_on(model, tmp_path):
     assert list(trainer.run.checkpoints) == [3]  # closing the trainer saved it
     with pytest.raises(ConfigError, match="closed"):
         next(iter(trainer))
-    again = tandem.train(
-        model, train=ROWS, val=ROWS[:4], rewards=digits, steps=4, out=tmp_path / "run", config=SETTINGS
-    )
+    again = tandem.train(model, train=ROWS, **own)
     assert [row["step"] for row in again.metrics] == [0, 1, 2, 3, 4]
 
 
@@ -122,7 +121,12 @@ def test_it_runs_inside_an_event_loop(model, tmp_path):
     assert asyncio.run(cell()).steps == 1
 
 
-def test_an_estimator_and_a_loss_of_ones_own(model, tmp_path):
+def test_an_estimator_and_a_loss_of_ones_own(model, tmp_path, settings):
+    heard, factor = [], 0.25
+
+    def share(prompt, response, answer):
+        return sum(c.isdigit() for c in response) * factor
+
     def scores(token_level_rewards, response_mask):
         advantages = token_level_rewards * response_mask
         return advantages, advantages
@@ -130,18 +134,20 @@ def test_an_estimator_and_a_loss_of_ones_own(model, tmp_path):
     def upward(log_probs, old_log_probs, advantages):
         return -log_probs * 1000.0, {}
 
+    settings = {**settings, "actor_rollout_ref.actor.policy_loss.loss_mode": upward}
     run = tandem.train(
-        model,
-        train=ROWS,
-        rewards=digits,
-        algorithm=scores,
-        steps=1,
-        out=tmp_path / "run",
-        config={**SETTINGS, "actor_rollout_ref.actor.policy_loss.loss_mode": upward},
-    )
-    (row,) = run.metrics
-    assert row["advantages/max"] == max(sample["score"] for sample in run.samples(step=1))
-    assert row["actor/pg_loss"] > 100
+        model, train=ROWS, val=ROWS[:4], rewards=share, algorithm=scores, steps=2, out=tmp_path / "run",
+        config=settings, on_step=lambda number, metrics: heard.append(number),
+    )  # fmt: skip
+    assert heard == [1, 2] == [row["step"] for row in run.metrics if "actor/pg_loss" in row]
+    samples = run.samples(step=2)
+    assert len(samples) == 20
+    assert all(s["score"] == sum(c.isdigit() for c in s["response"]) / 4 for s in samples)
+    assert run.metrics[-1]["advantages/max"] == max(sample["score"] for sample in samples)
+    assert run.metrics[-1]["actor/pg_loss"] > 100
+    ranks = settings.get("trainer.n_gpus_per_node", 0)
+    assert len(list((tmp_path / "run" / "log").glob("global_pool_*.log"))) == ranks
+    assert (run.export(tmp_path / "exported") / "config.json").is_file()
 
 
 def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
@@ -153,20 +159,16 @@ def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
 
     for arguments, words in (
         ({"rewards": unknown}, "which responses the function needs"),
-        ({"rewards": digits, "train": [{"question": "1"}] * 5}, "prompt"),
+        ({"train": [{"question": "1"}] * 5}, "prompt"),
         ({"rewards": own, "train": [{"prompt": "1"}] * 5}, "answer"),
-        (
-            {"rewards": digits, "train": [{"prompt": "1", "answer": "1", "response": "x"}] * 5},
-            "column name response",
-        ),
+        ({"train": [{"prompt": "1", "answer": "1", "response": "x"}] * 5}, "column name response"),
         ({"rewards": 7}, "rewards"),
-        ({"rewards": digits, "config": {"trainer.sede": 1}}, "trainer.seed"),
-        ({"rewards": digits, "config": {"data.max_response_length": 512}}, "the model's positions"),
+        ({"config": {"trainer.sede": 1}}, "trainer.seed"),
+        ({"config": {"data.max_response_length": 512}}, "the model's positions"),
     ):
+        given = {"train": ROWS, "rewards": digits, "steps": 1, "out": tmp_path / "run", "config": SETTINGS}
         with pytest.raises(TandemError, match=words):
-            tandem.train(
-                model, **{"train": ROWS, "steps": 1, "out": tmp_path / "run", "config": SETTINGS, **arguments}
-            )
+            tandem.train(model, **given | arguments)
 
 
 def test_answers_and_measures_without_training(model, tmp_path):
@@ -182,9 +184,6 @@ def test_answers_and_measures_without_training(model, tmp_path):
 
 def test_the_package_is_imported_without_pytorch():
     code = "import sys, tandem; dir(tandem); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "False"
+    assert cold("-c", code, timeout=60).stdout.strip() == "False"
     with pytest.raises(AttributeError, match="trian"):
         tandem.trian  # noqa: B018

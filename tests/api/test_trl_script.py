@@ -1,10 +1,6 @@
 """TRL's own GRPO examples as scripts, in which only the import and the trainer's line are changed."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import tandem
 from tests.support.tiny import make_model, write_rows
+from tests.support.warm import cold
 
 IMPORT = "from trl import GRPOTrainer"
 
@@ -53,7 +50,7 @@ def accuracy_reward(completions, solution, log_extra=None, **kwargs):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Return a folder in which the scripts find the model and the data of the examples as files."""
     make_model(tmp_path / "Qwen/Qwen2.5-0.5B-Instruct")
     rows = [
@@ -72,7 +69,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def changed(script: str, rewards: str) -> str:
-    """Return the script with only its import line and its trainer line changed for Tandem."""
     lines = script.splitlines()
     (imported,) = [number for number, line in enumerate(lines) if line == IMPORT]
     (made,) = [number for number, line in enumerate(lines) if line.startswith("trainer = ")]
@@ -80,19 +76,10 @@ def changed(script: str, rewards: str) -> str:
     return "\n".join(lines)
 
 
-def run(folder: Path, script: str) -> tandem.api.Run:
+def run(folder: Path, script: str):
     (folder / "script.py").write_text(script)
-    repository = Path(tandem.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(repository), "HF_DATASETS_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=folder,
-        env={**environment, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    own = {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = cold("script.py", cwd=folder, env=os.environ | own, timeout=170)
     assert done.returncode == 0, done.stderr
     found = tandem.open(folder / "run")
     assert found.state == "finished" and found.steps == 2
@@ -100,7 +87,7 @@ def run(folder: Path, script: str) -> tandem.api.Run:
 
 
 @pytest.mark.slow
-def test_the_quick_start_with_a_reward_of_trl(folder: Path) -> None:
+def test_the_quick_start_with_a_reward_of_trl(folder):
     samples = run(folder, changed(QUICK_START, "accuracy_reward")).samples(step=1)
     assert len(samples) == 12 * 8  # TRL also generates 8 responses per prompt
     for sample in samples:
@@ -109,7 +96,7 @@ def test_the_quick_start_with_a_reward_of_trl(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rewards_of_ones_own_and_the_trained_model(folder: Path) -> None:
+def test_rewards_of_ones_own_and_the_trained_model(folder):
     found = run(folder, changed(OWN_REWARDS, "[reward_len, reward_num_unique_chars]"))
     for sample in found.samples(step=2):
         text = sample["response"]

@@ -1,7 +1,3 @@
-"""`tandem bench` on a tiny model: its report, its comparison and its prediction."""
-
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -21,53 +17,36 @@ from tandem.memory import shapes
 from tandem.memory.device_file import read_devices
 from tandem.memory.shapes import model_shape, shape_of
 from tandem.observability.run import read_samples
+from tests.support.words import words as full_words
 
-STORED = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
-SIZES = (
-    "algorithm.adv_estimator=gae",
-    "data.train_batch_size=4",
-    "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "critic.ppo_mini_batch_size=4",
-    "data.max_prompt_length=12",
-    "data.max_response_length=20",
-    "trainer.device=cpu",
+STORED = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
+STORED |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+STORED |= {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 256}
+SIZES = full_words(
+    "algorithm.adv_estimator=gae data.train_batch_size=4 R.n=2 A.ppo_mini_batch_size=2 A.use_kl_loss=true",
+    "critic.ppo_mini_batch_size=4 data.max_prompt_length=12 data.max_response_length=20 trainer.device=cpu",
 )
+LENGTHS = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10")
+
+
+def bench(folder: Path, *words: Any) -> int:
+    """Run `tandem bench` on dummy weights, and write report.json, device.json and the folder `all`."""
+    model = folder / "config.json"
+    model.write_text(json.dumps(STORED))
+    files = ("--folder", folder / "all", "--out", folder / "report.json")
+    files += ("--device-file", folder / "device.json")
+    given = ("bench", "--dummy", f"actor_rollout_ref.model.path={model}", *SIZES, *LENGTHS, *files, *words)
+    return main([*map(str, given)])
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the files of a benchmark: report.json, device.json, and the folder `all`."""
+def made(tmp_path_factory):
     place = tmp_path_factory.mktemp("bench")
-    model = place / "config.json"
-    model.write_text(json.dumps(STORED))
-    own = ("--steps", "2", "--folder", place / "all", "--out", place / "report.json", "--device-file")
-    lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10")
-    words = (
-        "--dummy",
-        f"actor_rollout_ref.model.path={model}",
-        *SIZES,
-        *lengths,
-        *own,
-        place / "device.json",
-    )
-    assert main(["bench", *map(str, words)]) == 0
+    assert bench(place, "--steps", "2") == 0
     return place
 
 
-def test_dummy_data_are_not_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dummy_data_are_not_warned_of(monkeypatch):
     class Built(Exception):
         """Stands for the run."""
 
@@ -88,30 +67,20 @@ def report(made: Path) -> dict[str, Any]:
     return found
 
 
-def test_responses_have_the_lengths_asked_for_in_every_step(made: Path) -> None:
+def test_responses_have_the_lengths_asked_for_in_every_step(made):
     asked = Counter([5, 8, 10, 13, 15, 18, 20, 20])  # eight quantiles; two are above the longest length
     for step in (1, 2, 3):
         table = read_samples(made / "all" / "run" / "samples" / f"step_{step:06d}.parquet")
         assert Counter(sum(mask) for mask in table["response_mask"]) == asked
         assert set(table["finish_reason"]) == {"length"}
-    assert (
-        report(made)["lengths"]["response"] == asked.total() + 101 and report(made)["lengths"]["total"] == 157
-    )
+    lengths = report(made)["lengths"]
+    assert (lengths["response"], lengths["total"]) == (asked.total() + 101, 157)
 
 
-def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
+def test_all_phases_are_there_with_median_and_floor(made):
     rows = report(made)["rows"]
     assert rows["response_length"] == {"median": 13.625, "least": 13.625, "most": 13.625}
-    for phase in (
-        "gen",
-        "generate_sequences",
-        "reshard",
-        "old_log_prob",
-        "ref",
-        "values",
-        "update_actor",
-        "step",
-    ):
+    for phase in "gen generate_sequences reshard old_log_prob ref values update_actor step".split():  # noqa: SIM905
         row = rows[phase]
         assert row["floor"] > 0 and row["share"] == pytest.approx(row["floor"] / row["median"])
         assert row["least"] <= row["median"] <= row["most"]
@@ -120,7 +89,7 @@ def test_all_phases_are_there_with_median_and_floor(made: Path) -> None:
     assert sum(parts.values()) == pytest.approx(rows["step"]["median"]) and min(parts.values()) > 0
 
 
-def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
+def test_parts_of_steps_that_differ_add_up_to_the_median_step():
     """The sum of the phases' medians is 12.5, and the median of the steps is 11.5."""
     gens, rewards, updates, steps = (4, 1, 6), (4, 6, 1), (1, 4, 6), (9.5, 11.5, 14)
     measured = [
@@ -133,7 +102,7 @@ def test_parts_of_steps_that_differ_add_up_to_the_median_step() -> None:
     assert found == pytest.approx({phase: part * 11.5 / whole for phase, part in expected.items()})
 
 
-def test_a_step_may_lack_a_phase() -> None:
+def test_a_step_may_lack_a_phase():
     """For example, the actor's update is missing while the critic warms up."""
     warming = {"gen": 1.0, "generate_sequences": 1.0, "update_critic": 1.0, "step": 2.0}
     full = warming | {"update_actor": 2.0, "step": 4.0}
@@ -142,13 +111,11 @@ def test_a_step_may_lack_a_phase() -> None:
         assert found["update_actor"] == pytest.approx(2.0) and sum(found.values()) == pytest.approx(4.0)
 
 
-def test_throughput_is_tokens_over_seconds(made: Path) -> None:
+def test_throughput_is_tokens_over_seconds(made):
     found = report(made)
     found["machine"] |= {"devices": 4, "actor devices": 4, "rollout devices": 2}
-    found |= {
-        "passes": 2,
-        "rows": {name: {"median": 10.0} for name in ("gen", "old_log_prob", "update_actor", "step")},
-    }
+    found["passes"] = 2
+    found["rows"] = {name: {"median": 10.0} for name in ("gen", "old_log_prob", "update_actor", "step")}
     found["lengths"] |= {"response": 600, "total": 1000}
     assert throughput(found) == {
         "gen throughput": (30, 60),
@@ -158,7 +125,7 @@ def test_throughput_is_tokens_over_seconds(made: Path) -> None:
     }
 
 
-def test_the_table_names_machine_and_command(made: Path) -> None:
+def test_the_table_names_machine_and_command(made):
     text = markdown(report(made))
     assert "| update_critic | " in text and "| save_checkpoint | " in text and "TFLOP/s" in text
     assert text.splitlines()[-1].startswith("`tandem")
@@ -170,7 +137,7 @@ def test_the_table_names_machine_and_command(made: Path) -> None:
     assert "| 6,993 | 6,801 |" in theirs and "Sequence Parallelism 2" in theirs and "of two GPUs" in theirs
 
 
-def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_reports_side_by_side(made, capsys):
     first, second = report(made), report(made)
     second["rows"]["gen"]["median"] = first["rows"]["gen"]["median"] / 2
     second["config"]["data.train_batch_size"] = 5
@@ -183,19 +150,12 @@ def test_two_reports_side_by_side(made: Path, capsys: pytest.CaptureFixture[str]
     assert "not a report of tandem bench" in capsys.readouterr().err
 
 
-def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_measured_predicts_itself(made, capsys):
     ((name, device),) = read_devices(made / "device.json").items()
     assert name.endswith("float32") and device.item == 4
-    lengths = ("--lengths", "uniform:4:24", "--prompt-lengths", "uniform:2:10", "--json")
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
-    words = (
-        model,
-        *SIZES,
-        *lengths,
-        "trainer.total_training_steps=1000",
-        "--device-file",
-        made / "device.json",
-    )
+    own = ("--json", "trainer.total_training_steps=1000", "--device-file", made / "device.json")
+    words = (model, *SIZES, *LENGTHS, *own)
     assert main(["bench", "predict", *map(str, words)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["phases"]["step"] == pytest.approx(report(made)["rows"]["step"]["median"], rel=1e-6)
@@ -209,7 +169,7 @@ def test_what_was_measured_predicts_itself(made: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     "name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B", "google/gemma-3-1b-it"]
 )
-def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path: Path) -> None:
+def test_a_published_name_is_a_model_that_transformers_makes(name, tmp_path):
     words = (f"actor_rollout_ref.model.path={name}", *SIZES)
     config, given = load(words, tmp_path, dummy=True)
     made = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
@@ -218,7 +178,7 @@ def test_a_published_name_is_a_model_that_transformers_makes(name: str, tmp_path
     assert model_shape(made.to_dict()) == shape_of(name)
 
 
-def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_before_anything_runs(made, capsys):
     model = f"actor_rollout_ref.model.path={made / 'config.json'}"
     for words, told in (
         (["--dummy", "actor_rollout_ref.model.path=Qwen/None"], "does not describe a model"),
@@ -233,18 +193,15 @@ def test_mistakes_are_told_before_anything_runs(made: Path, capsys: pytest.Captu
         assert told in capsys.readouterr().err
 
 
-def test_the_documents_figures_agree_with_each_other() -> None:
-    """The rates follow from the document's seconds and lengths, in the way that it describes."""
+def test_the_documents_figures_agree_with_each_other():
     seven, verl, rlinf = DOCUMENTS
     assert seven.rows["generate_sequences"] + seven.rows["reshard"] < seven.rows["gen"] < seven.rows["step"]
     for each, gen in ((verl, 6992.96), (rlinf, 6800.64)):
         assert each.throughput["gen throughput"] == gen
         # RLinf's own rate is 1.1% above the rate from its seconds and its length
         assert 512 * each.rows["response_length"] / each.rows["gen"] / 4 == pytest.approx(gen, rel=0.012)
-        of_a_gpu = 512 * each.rows["response_length"] / each.rows["old_log_prob"] / 8
-        assert of_a_gpu == pytest.approx(
-            each.throughput["prev logprob throughput"], rel=0.015
-        )  # without prompts
+        of_a_gpu = 512 * each.rows["response_length"] / each.rows["old_log_prob"] / 8  # without prompts
+        assert of_a_gpu == pytest.approx(each.throughput["prev logprob throughput"], rel=0.015)
     assert published(shapes.published(verl.model) or {}) == (verl, rlinf)
     assert published(shapes.published(seven.model) or {}) == (seven,)
     assert published(STORED) == ()

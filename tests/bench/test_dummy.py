@@ -1,9 +1,4 @@
-"""Folders of random weights."""
-
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +8,7 @@ from tandem.models.loading import load_policy, load_scorer, load_tokenizer
 from tests.bench.test_bench import STORED
 
 
-def test_weights_in_several_files_load_as_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_several_files_load_as_a_policy(tmp_path, monkeypatch):
     monkeypatch.setattr(dummy, "SHARD_BYTES", 20_000)  # the embedding has 32,768 of them
     (tmp_path / "config.json").write_text(json.dumps(STORED | {"tie_word_embeddings": False}))
     dummy.write_dummy(tmp_path)
@@ -26,7 +21,7 @@ def test_weights_in_several_files_load_as_a_policy(tmp_path: Path, monkeypatch: 
     assert len(load_tokenizer(tmp_path)) == 258
 
 
-def test_a_reward_model_of_a_language_models_config(tmp_path: Path) -> None:
+def test_a_reward_model_of_a_language_models_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(STORED))
     dummy.write_dummy(tmp_path, scorer=True)
     assert load_scorer(tmp_path).score.weight.shape == (1, 32)

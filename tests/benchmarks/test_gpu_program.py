@@ -1,7 +1,3 @@
-"""Tests of `make gpu` with the smallest shapes on a CPU, and of its failures and time limits."""
-
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -10,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,22 +15,15 @@ import torch
 from benchmarks import gpu
 from benchmarks.device.rates import H100
 from benchmarks.device.report import Report, Row, Setting, Skipped, measure
-from tests.support.warm import WarmProcess
+from tests.support.warm import run
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_phase_runs_at_the_smallest_shapes(tmp_path: Path) -> None:
+def test_every_phase_runs_at_the_smallest_shapes(tmp_path):
     words = [sys.executable, "benchmarks/gpu.py", "--tiny", "--device", "cpu", "--deadline", "240"]
-    process = WarmProcess(
-        [*words, "--out", str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    said, _ = process.communicate(timeout=280)
-    assert process.returncode == 0, said
+    done = run([*words, "--out", tmp_path], cwd=ROOT, timeout=280, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{phase}.json" for phase in gpu.PHASES} | {"table.md", "log.txt"}
     table = (tmp_path / "table.md").read_text()
@@ -51,7 +41,7 @@ def setting(folder: Path, seconds: float = 60) -> Setting:
     return Setting(torch.device("cpu"), True, H100, folder, time.monotonic() + seconds)
 
 
-def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path: Path) -> None:
+def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path):
     def fails(_: Setting) -> dict[str, Any]:
         raise torch.OutOfMemoryError("16 GiB too few")
 
@@ -68,17 +58,15 @@ def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path: Path)
     report = Report(tmp_path / "phase.json")
     measure(rows, setting(tmp_path), report)
     held = {row["name"]: row for row in Report.at(report.path).rows}
-    assert (
-        "16 GiB too few" in held["fails"]["error"]
-        and held["fails"]["message"] == "OutOfMemoryError: 16 GiB too few"
-    )
+    assert "16 GiB too few" in held["fails"]["error"]
+    assert held["fails"]["message"] == "OutOfMemoryError: 16 GiB too few"
     assert held["cannot"]["skipped"] == "not installed"
     assert "100" in held["long"]["skipped"] and "value" not in held["long"]
     assert held["a rate"]["share"] == 0.25 and held["seconds"]["share"] == 0.25
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_rows_that_are_there_are_not_measured_again(tmp_path: Path) -> None:
+def test_rows_that_are_there_are_not_measured_again(tmp_path):
     report = Report(tmp_path / "phase.json")
     measure([Row("one", lambda _: {"value": 1.0}, 1)], setting(tmp_path), report)
     again = Report.at(report.path)
@@ -103,8 +91,6 @@ def hanging(_: Setting) -> dict[str, Any]:
 
 
 class Rows:
-    """A phase with given rows."""
-
     def __init__(self, *rows: Row) -> None:
         self._rows = list(rows)
 
@@ -112,14 +98,15 @@ class Rows:
         return self._rows
 
 
-BEFORE, AFTER = (Row(name, lambda _: {"value": 1.0}, 1) for name in ("before", "after"))
+def with_row(row: Row) -> SimpleNamespace:
+    """Return a phase with this row between two others."""
+    before, after = (Row(name, lambda _: {"value": 1.0}, 1) for name in ("before", "after"))
+    return SimpleNamespace(rows=lambda _: [before, row, after])
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_costs_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("dies", dying, 1), AFTER))
+def test_a_process_that_dies_costs_its_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "module", lambda _: with_row(Row("dies", dying, 1)))
     assert gpu.run_all(options(tmp_path, deadline=120)) == 1
     report = Report.at(tmp_path / "decode.json")
     assert [row["name"] for row in report.rows] == ["before", "dies", "after"]
@@ -128,8 +115,8 @@ def test_a_process_that_dies_costs_its_row(
 
 
 @pytest.mark.slow  # waits for the whole limit, which must be long enough to start Python on a busy machine
-def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "module", lambda _: Rows(BEFORE, Row("hangs", hanging, 1), AFTER))
+def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "module", lambda _: with_row(Row("hangs", hanging, 1)))
     monkeypatch.setattr(gpu, "measure_rates", lambda *_, **__: H100)
     monkeypatch.setattr(gpu, "PHASES", {"decode": ("decode", 30)})
     began = time.monotonic()
@@ -141,7 +128,7 @@ def test_a_phase_over_its_limit_keeps_what_it_had(tmp_path: Path, monkeypatch: p
     assert "| before | 1 tokens/s |" in (tmp_path / "table.md").read_text()
 
 
-def test_a_phase_without_time_is_left_out_and_said_so(tmp_path: Path) -> None:
+def test_a_phase_without_time_is_left_out_and_said_so(tmp_path):
     assert gpu.run_all(options(tmp_path, deadline=gpu.END_S)) == 0
     report = Report.at(tmp_path / "decode.json")
     assert report.rows == [] and "too few to start" in report.about["notes"][0]

@@ -1,12 +1,10 @@
-"""Tests of the memory plan against stored traces of Tandem's model, and against a new trace."""
-
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm import cold
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -37,15 +35,7 @@ print(json.dumps(bench.errors({"case": {}, "traced": bench.traced(case)}, bench.
 
 @pytest.mark.slow
 def test_a_trace_made_here():
-    """Runs in a separate process, because a trace needs its own process group."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=BENCHMARKS,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = cold("-c", PROGRAM, cwd=BENCHMARKS, timeout=250)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(abs(kinds["total"]) <= 0.03 for kinds in found.values()), found

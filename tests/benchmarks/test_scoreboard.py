@@ -1,7 +1,3 @@
-"""Tests of the table and the figure of the scoreboard."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +9,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "scoreboard.json"
 
 
 @pytest.fixture
-def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+def board(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return pytest.importorskip("scoreboard")
 
@@ -23,15 +19,10 @@ def run(seconds: float, steps: int, *, reached: bool = True) -> dict[str, Any]:
     return {"reached": reached, "cpu_seconds": seconds, "wall_seconds": 9.0, "steps": steps, "curve": curve}
 
 
-def test_medians_and_ratios_of_seeds(board: Any) -> None:
+def test_medians_and_ratios_of_seeds(board):
     rows = [
-        {
-            "task": "arithmetic",
-            "seed": seed,
-            "tandem": run(ours, 20),
-            "trl": run(theirs, 30, reached=seed > 0),
-        }
-        for seed, (ours, theirs) in enumerate([(10.0, 30.0), (20.0, 30.0), (15.0, 15.0)])
+        {"task": "arithmetic", "seed": i, "tandem": run(ours, 20), "trl": run(theirs, 30, reached=i > 0)}
+        for i, (ours, theirs) in enumerate([(10.0, 30.0), (20.0, 30.0), (15.0, 15.0)])
     ]
     lines = board.table({"rows": rows}).splitlines()
     assert lines[2:] == ["| `arithmetic` | 3 | 3 | 15.0 | 20 | 2 | 30.0 | 30 | 1.50 (1.00 to 3.00) |"]
@@ -39,7 +30,7 @@ def test_medians_and_ratios_of_seeds(board: Any) -> None:
     assert drawn.count('stroke="#1b6ca8"') == drawn.count('stroke="#c44536"') == 3
 
 
-def test_the_page_shows_the_results_that_are_there(board: Any) -> None:
+def test_the_page_shows_the_results_that_are_there(board):
     report = json.loads(RESULTS.read_text())
     assert board.table(report) in (ROOT / "docs" / "scoreboard.md").read_text()
     assert RESULTS.with_suffix(".svg").read_text() == board.figure(report)

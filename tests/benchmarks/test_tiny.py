@@ -1,7 +1,3 @@
-"""Tests that every script of benchmarks/ runs with `--tiny` and leaves the committed results alone."""
-
-from __future__ import annotations
-
 import ast
 import os
 import sys
@@ -14,38 +10,8 @@ from tests.support.warm import run
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
-QUICK = (
-    "grpo_step_vs_trl",
-    "healthy_runs",
-    "packing",
-    "plan_memory",
-    "reward_pool",
-    "rollout_vs_hf",
-    "sandbox",
-    "train_step",
-    "viewer",
-)
-LONG = (  # these start several cold processes, Ray or a compiler
-    "advantages",
-    "compiled_step",
-    "controller_traffic",
-    "data_rows",
-    "demo_tasks",
-    "dispatch",
-    "learning_curves",
-    "learning_warnings",
-    "ledger",
-    "levers",
-    "log_prob_head",
-    "plan_probe",
-    "plan_resident",
-    "plan_time",
-    "rollout_vs_vllm",
-    "scoreboard",
-    "six_lines",
-    "update_vs_trl",
-    "weight_sync",
-)
+QUICK = ["grpo_step_vs_trl", "healthy_runs", "packing", "plan_memory", "reward_pool", "rollout_vs_hf"]
+QUICK += ["sandbox", "train_step", "viewer"]
 CHROMIUM = Path("/usr/bin/chromium")
 APART = {"gpu"}  # tests/benchmarks/test_gpu_program.py runs this script
 LIMIT_S = 280
@@ -54,36 +20,23 @@ FOREIGN = {"_asdict", "_exit", "_replace", "_get_fsdp_state", "_fsdp_param_group
 FOREIGN |= {"_parameters", "_buffers"}
 
 
-def scripts() -> set[str]:
-    """Return the names of the scripts in the folder."""
-    return {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+SCRIPTS = {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
+LONG = sorted(SCRIPTS - APART - set(QUICK))  # these start several cold processes, Ray or a compiler
 
 
 def results() -> dict[str, tuple[int, int]]:
-    found = {}
-    for path in (FOLDER / "results").iterdir():
-        status = path.stat()
-        found[path.name] = status.st_size, status.st_mtime_ns
-    return found
-
-
-def test_every_script_is_run() -> None:
-    assert scripts() == {*QUICK, *LONG, *APART}
+    files = {path.name: path.stat() for path in (FOLDER / "results").iterdir()}
+    return {name: (status.st_size, status.st_mtime_ns) for name, status in files.items()}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
-def test_a_tiny_run(name: str, tmp_path: Path) -> None:
+def test_a_tiny_run(name, tmp_path):
     if name == "viewer" and not CHROMIUM.exists():
         pytest.skip("Chromium is not installed")
     before = results()
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = run(
-        [sys.executable, FOLDER / f"{name}.py", "--tiny"],
-        cwd=tmp_path,
-        env=os.environ | own,
-        timeout=LIMIT_S,
-        start_new_session=True,
-    )
+    own = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    command = [sys.executable, FOLDER / f"{name}.py", "--tiny"]
+    done = run(command, timeout=LIMIT_S, start_new_session=True, **own)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.strip()
     assert results() == before
@@ -107,11 +60,11 @@ def hidden(name: str) -> bool:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.stem)
-def test_only_public_names(path: Path) -> None:
+def test_only_public_names(path):
     assert list(private_names(path)) == []
 
 
-def test_private_names_are_seen(tmp_path: Path) -> None:
+def test_private_names_are_seen(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(
         "from tandem.x import _a\nfrom tests.support.runs import Lab\nengine._state.step()\nself._own = 1\n"

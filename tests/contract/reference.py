@@ -12,13 +12,7 @@ Row = np.ndarray
 
 
 class Distribution(NamedTuple):
-    """The distribution of one next token over the whole vocabulary.
-
-    Attributes:
-        logits: The logits after bars, biases, penalties and temperature, before any cut.
-        probabilities: The probabilities that are sampled from. Greedy ones are not cut.
-        whole: softmax(the model's logits / temperature).
-    """
+    """The next token's distribution: logits before any cut, what is sampled from, and the model's own."""
 
     logits: Row
     probabilities: Row
@@ -31,7 +25,6 @@ def softmax(logits: Row) -> Row:
 
 
 def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: Sequence[int]) -> Row:
-    """Return logits with bars, biases and penalties applied."""
     out = np.array(logits, dtype=np.float64)
     if len(written) < params.min_tokens:
         out[[token for token in params.stop_token_ids if token < len(out)]] = -np.inf
@@ -45,10 +38,7 @@ def edited(logits: Row, params: SamplingParams, prompt: Sequence[int], written: 
 
 
 def cut(probabilities: Row, params: SamplingParams) -> Row:
-    """Apply min-p, then top-k, then top-p, each to the result of the step before.
-
-    Tokens as likely as the last kept token are kept too.
-    """
+    """Apply min-p, top-k and top-p in turn; tokens as likely as the last kept token are kept too."""
     left = np.array(probabilities)
     left[left < params.min_p * left.max()] = 0
     if 0 < params.top_k < len(left):

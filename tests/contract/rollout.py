@@ -1,15 +1,4 @@
-"""The contract of every rollout engine.
-
-A test module uses the suite with a subclass:
-
-    class TestMine(RolloutContract):
-        @pytest.fixture(scope="class", params=[EngineKind("mine", make, source)], ids=str)
-        @classmethod
-        def kind(cls, request):
-            return request.param
-
-One engine serves all tests of a class. Tests that need other options create their own engine.
-"""
+"""The contract of every rollout engine, a suite for subclasses with a fixture `kind` of scope "class"."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -24,16 +13,7 @@ from tandem.errors import EngineError
 from tandem.protocol import Request, Sample, SamplingParams
 from tests.contract import world as worlds
 from tests.contract.reference import distribution
-from tests.contract.world import (
-    EOS,
-    MAX_LENGTH,
-    PARAMS,
-    check_sample,
-    log_probs,
-    logits_of,
-    prompt,
-    requests_of,
-)
+from tests.contract.world import EOS, MAX_LENGTH, PARAMS, log_probs, logits_of, prompt, requests_of
 
 STATS = {"generated_tokens", "prefill_tokens", "decode_steps", "peak_running", "cache_bytes", "preemptions"}
 GREEDY = SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=20)
@@ -59,8 +39,6 @@ def rest_of(engine: RolloutEngine) -> list[Sample]:
 
 
 class RolloutContract:
-    """The test suite. A subclass defines the fixture `kind`."""
-
     @pytest.fixture(scope="class")
     @classmethod
     def world(cls, tmp_path_factory):
@@ -81,7 +59,6 @@ class RolloutContract:
 
     @pytest.fixture
     def engine(self, kind, shared, world):
-        """Return an idle engine with the module of the world and counters at zero."""
         assert shared.pending() == 0, "the test before left requests"
         if kind.source is not None:
             shared.update_weights(kind.source(world.module), 0)
@@ -91,7 +68,6 @@ class RolloutContract:
     @pytest.fixture(scope="class")
     @classmethod
     def written(cls, kind, shared, world):
-        """Return samples of all sampling parameters, generated together."""
         if kind.source is not None:
             shared.update_weights(kind.source(world.module), 0)
         requests = {name: requests_of(params, 3, 2, name) for name, params in PARAMS.items()}
@@ -101,11 +77,10 @@ class RolloutContract:
     @pytest.mark.parametrize("name", PARAMS)
     def test_tokens_and_log_probs_follow_the_reference(self, kind, world, written, name):
         for request, sample in written[name]:
-            check_sample(kind, world.module, request, sample)
+            worlds.check_sample(kind, world.module, request, sample)
             assert set(sample.versions.tolist()) == {0}
 
     def test_the_cases_show_what_they_are_for(self, written):
-        """Tokens repeat in the cases with penalties, and some samples stop early."""
         for name in ("presence", "frequency", "rewarded"):
             assert any(len(set(s.token_ids.tolist())) < len(s.token_ids) for _, s in written[name])
         stopped = [len(s.token_ids) for _, s in written["min_tokens"] if s.finish_reason == "stop"]
@@ -126,10 +101,6 @@ class RolloutContract:
         assert stats.chisquare(seen, wanted).pvalue > 1e-4
 
     def test_neither_company_nor_order_changes_a_sample(self, kind, world, engine):
-        """A sample has the same tokens alone, in another order, two at a time, and in small steps.
-
-        Seed, uid and sample index change its tokens.
-        """
         names = ("plain", "top_p", "everything", "rewarded", "min_tokens")
         requests = [request for name in names for request in requests_of(PARAMS[name], 2, 2, name)]
         expected = tokens_of(generate(engine, requests))
@@ -159,7 +130,6 @@ class RolloutContract:
             assert short.finish_reason == "stop"
 
     def test_only_what_the_request_names_ends_it(self, engine):
-        """The model's own end-of-sequence token is a token like any other."""
         params = {"logit_bias": ((EOS, 50.0),), "max_tokens": 6}
         for more, count, reason in (
             ({}, 6, "length"),
@@ -172,11 +142,7 @@ class RolloutContract:
             assert [token == EOS for token in sample.token_ids] == [i >= barred for i in range(count)]
 
     def test_a_stop_string_ends_and_is_kept(self, world, engine):
-        """A stop string may extend over several tokens.
-
-        A string that never appears or is only in the prompt stops nothing. A string that ends within the
-        first min_tokens tokens does not count.
-        """
+        """It may span tokens; one that ends within the first min_tokens, or in the prompt, does not count."""
         [request] = requests_of(GREEDY, 1)
         ids = generate(engine, [request])[0].token_ids.tolist()
         text = world.decode(ids[5:8])
@@ -216,7 +182,6 @@ class RolloutContract:
         engine.poll(0.0)
 
     def test_aborted_requests_leave_with_or_without_what_they_wrote(self, kind, world, engine):
-        """The id of an aborted request can be used again."""
         long = requests_of(SamplingParams(max_tokens=60), 40, 2, name="long")
         start = engine.progress()
         engine.submit(requests_of(SamplingParams(max_tokens=2), 1, name="short") + long)
@@ -230,7 +195,7 @@ class RolloutContract:
         for request, sample in zip((kept, last), partial, strict=True):
             assert len(sample.token_ids) < 60
             if len(sample.token_ids):
-                check_sample(kind, world.module, request, sample)
+                worlds.check_sample(kind, world.module, request, sample)
         assert engine.abort([dropped.id]) == []
         engine.submit([kept])
         engine.abort([request.id for request in left[2:-3]])
@@ -263,12 +228,11 @@ class RolloutContract:
         assert engine.update_weights(kind.source(world.other), 5) == digest(world.other.named_parameters())
         after = generate(engine, requests)
         for request, sample in zip(requests, after, strict=True):
-            check_sample(kind, world.other, request, sample)
+            worlds.check_sample(kind, world.other, request, sample)
             assert sample.versions.tolist() == [5] * 6
         assert before != tokens_of(after)
 
     def test_sequences_that_run_go_on_under_new_weights(self, kind, world, engine):
-        """Tokens have the version that drew them."""
         if kind.source is None:
             pytest.skip("its weights cannot be changed")
         requests = requests_of(SamplingParams(max_tokens=40), 40, 2)
@@ -333,7 +297,6 @@ class RolloutContract:
         assert engine.progress() - start == 30
 
     def test_logprobs_modes(self, kind, world):
-        """`log_probs` depend on the mode, and the tokens do not."""
         penalties = {"repetition_penalty": 1.4, "logit_bias": ((5, 2.0),)}
         params = SamplingParams(temperature=0.7, top_k=20, max_tokens=6, seed=3, **penalties)
         requests, written = requests_of(params, 3), []

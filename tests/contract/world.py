@@ -24,13 +24,7 @@ MODES = ("processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits")
 
 @dataclass(frozen=True)
 class World:
-    """The models that engines are created from.
-
-    Attributes:
-        module: A random causal LM in float32, which no test changes.
-        other: The same model with other weights.
-        folder: `module` and its tokenizer as a checkpoint. Each token is one character.
-    """
+    """A random causal LM in float32, the same with other weights, and its checkpoint of characters."""
 
     module: PreTrainedModel
     other: PreTrainedModel
@@ -43,30 +37,16 @@ class World:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How an engine is created, and which parts of the contract it supports.
-
-    Attributes:
-        make: A function from the world and any of max_length, max_num_seqs, max_num_batched_tokens and
-            logprobs_mode to an engine.
-        source: A function from a module to weights in the form that the engine accepts; None if its weights
-            cannot be changed.
-        keyed: Whether the engine uses this project's sampler, so that the key of a token determines the
-            token. Other engines draw by a generator of the request's seed.
-        recomputes: Whether new weights compute the keys of running sequences again. None skips the check of
-            their log-probs.
-        untruncated: Whether samples have `untruncated_log_probs`.
-        modes: The values of `logprobs_mode` to test.
-        tolerance: The tolerance of log-probs, in nats, against a full forward pass in float32.
-    """
+    """How an engine is created, and which parts of the contract it supports."""
 
     name: str
-    make: Callable[..., RolloutEngine]
-    source: Callable[[PreTrainedModel], WeightSource] | None
-    keyed: bool = True
-    recomputes: bool | None = False
-    untruncated: bool = True
+    make: Callable[..., RolloutEngine]  # from the world and any of the engines' four limits and modes
+    source: Callable[[PreTrainedModel], WeightSource] | None  # None if its weights cannot be changed
+    keyed: bool = True  # whether a token's key determines the token; else a generator of the request's seed
+    recomputes: bool | None = False  # whether new weights recompute running sequences; None is not checked
+    untruncated: bool = True  # whether samples have `untruncated_log_probs`
     modes: tuple[str, ...] = MODES
-    tolerance: float = 1e-4
+    tolerance: float = 1e-4  # in nats, against a full forward pass in float32
 
     def __str__(self) -> str:
         return self.name

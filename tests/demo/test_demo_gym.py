@@ -1,10 +1,5 @@
-"""The demo's tasks of reasoning-gym: their problems, their typical mistakes, and runs on them."""
-
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pyarrow.parquet as pa_parquet
 import pytest
@@ -22,7 +17,7 @@ TASKS = sorted(GYMS)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_problems_are_the_generators_and_fit(name: str, tmp_path: Path) -> None:
+def test_problems_are_the_generators_and_fit(name, tmp_path):
     train, validation = draw(name, seed=3, train=1500, validation=200)
     asked = [question(row) for row in validation]
     assert len(set(asked)) == 200 and not set(asked) & {question(row) for row in train}
@@ -32,10 +27,8 @@ def test_problems_are_the_generators_and_fit(name: str, tmp_path: Path) -> None:
     original = reasoning_gym.create_dataset(name, size=1700, seed=3 * 1700, **values)
     for row in (*train[:50], *validation[:50]):
         problem = original[row["extra_info"]["index"]]
-        assert (question(row), row["reward_model"]["ground_truth"]) == (
-            problem["question"],
-            problem["answer"],
-        )
+        assert question(row) == problem["question"]
+        assert row["reward_model"]["ground_truth"] == problem["answer"]
     path = tmp_path / "rows.parquet"
     program.write_rows(path, train + validation)
     tokenizer = build_tokenizer(phrases(train))
@@ -45,61 +38,44 @@ def test_problems_are_the_generators_and_fit(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_no_answer_is_right_for_many_problems(name: str) -> None:
-    _, validation = draw(name, seed=0, train=1000, validation=256)
-    answers = Counter(row["reward_model"]["ground_truth"] for row in validation)
-    assert answers.most_common(1)[0][1] <= 0.1 * 256
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_the_answers_are_right_and_slips_are_wrong(name: str) -> None:
-    rows, _ = draw(name, seed=1, train=400, validation=20)
+def test_answers_are_right_and_seldom_the_same_and_slips_are_wrong(name):
+    rows, validation = draw(name, seed=0, train=1000, validation=256)
+    common = Counter(row["reward_model"]["ground_truth"] for row in validation).most_common(1)
+    assert common[0][1] <= 0.1 * 256
     for change, right in ((str, 1), (slip, 0)):
-        items = [
-            Item(row["data_source"], change(row["reward_model"]["ground_truth"]), "", row["extra_info"])
-            for row in rows
-        ]
+        answers = [(change(row["reward_model"]["ground_truth"]), row) for row in rows]
+        items = [Item(row["data_source"], answer, "", row["extra_info"]) for answer, row in answers]
         assert {float(each.score >= 1) for each in score(items)} == {float(right)}
 
 
 @pytest.mark.parametrize(
     ("answer", "wrong"),
     [
-        ("9 4 1 1", "9 4 1 3"),
-        ("2 1 5 1", "2 1 1 5"),
-        ("7 6\n1 4", "7 6\n4 1"),
-        ("-12", "-10"),
-        ("9", "11"),
-        ("neon", "neno"),
-        ("noraA", "nora"),
-        ("['1.0', '2.0']", "['2.0', '1.0']"),
-        ("a", ""),
+        *[("9 4 1 1", "9 4 1 3"), ("2 1 5 1", "2 1 1 5"), ("7 6\n1 4", "7 6\n4 1"), ("-12", "-10")],
+        *[("9", "11"), ("neon", "neno"), ("noraA", "nora"), ("a", ""), ("['1.0', '2.0']", "['2.0', '1.0']")],
     ],
 )
-def test_slips_by_hand(answer: str, wrong: str) -> None:
+def test_slips_by_hand(answer, wrong):
     assert slip(answer) == wrong
 
 
-def test_phrases_are_what_all_questions_share() -> None:
+def test_phrases_are_what_all_questions_share():
     rows, _ = draw("spell_backward", seed=0, train=100, validation=10)
     assert phrases(rows) == ["Spell this word backward (example: sun -> nus): "]
     tokenizer = build_tokenizer(phrases(rows))
     ids = tokenizer(question(rows[0])).input_ids
     assert len(ids) == 1 + len(rows[0]["reward_model"]["ground_truth"])
     assert tokenizer.decode(ids) == question(rows[0])
-    texts = [{"prompt": [{"content": text}]} for text in ("ask 12 now", "ask 34 now", "ask 5 now")]
-    assert phrases(texts) == ["ask ", " now"]
-    middle = " and then, as before, "
-    texts = [
-        {"prompt": [{"content": f"sort {own}{middle}{other}."}]}
-        for own, other in (("1", "up"), ("22", "down"), ("3,4", "up"))
-    ]
-    assert phrases(texts) == ["sort ", middle]  # a single character is already a token
-    short = [{"prompt": [{"content": text}]} for text in ("a 1 then b", "c 2 then d")]
-    assert phrases(short) == []
+    m = " and then, as before, "
+    for texts, shared in (
+        (("ask 12 now", "ask 34 now", "ask 5 now"), ["ask ", " now"]),
+        ((f"sort 1{m}up.", f"sort 22{m}down.", f"sort 3,4{m}up."), ["sort ", m]),  # "." is already a token
+        (("a 1 then b", "c 2 then d"), []),
+    ):
+        assert phrases([{"prompt": [{"content": text}]} for text in texts]) == shared
 
 
-def test_demonstrations_slip_as_often_as_said() -> None:
+def test_demonstrations_slip_as_often_as_said():
     rows, _ = draw("spell_backward", seed=0, train=500, validation=10)
     shown = demonstrations(rows, seed=0, count=4000)
     truths = {question(row): row["reward_model"]["ground_truth"] for row in rows}
@@ -109,15 +85,13 @@ def test_demonstrations_slip_as_often_as_said() -> None:
     assert shown == demonstrations(rows, seed=0, count=4000) != demonstrations(rows, seed=1, count=4000)
 
 
-def test_a_wrong_name_is_told_the_close_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_name_is_told_the_close_one(capsys):
     assert main(["demo", "spel_backward"]) == 1
     said = capsys.readouterr().err
     assert "got:      spel_backward" in said and "remedy:   tandem demo spell_backward" in said
 
 
-def test_without_reasoning_gym_the_remedy_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_reasoning_gym_the_remedy_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tandem.tasks.find_spec", lambda name: None)
     assert main(["demo", "spell_backward", "--out", str(tmp_path), "--seed", "77"]) == 1
     assert "pip install 'tandem[tasks]'" in capsys.readouterr().err
@@ -128,13 +102,7 @@ def test_without_reasoning_gym_the_remedy_is_said(
 @pytest.mark.parametrize(
     ("words", "control"), [(("trainer.test_freq=2",), "none"), (("--algo", "ppo"), "shuffled-rewards")]
 )
-def test_a_short_run(
-    words: tuple[str, ...],
-    control: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_short_run(words, control, tmp_path, monkeypatch, capsys):
     made = GYMS["spell_backward"]
     short = Gym(made.parameters, made.prompt, made.response, warm_up=3, steps=2)
     monkeypatch.setitem(gym.GYMS, "spell_backward", short)
@@ -152,7 +120,7 @@ def test_a_short_run(
     assert pa_parquet.read_table(tmp_path / "demonstrations.parquet").num_rows == 3 * program.SFT_BATCH
 
 
-def test_words_with_an_equals_sign_are_overrides_of_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_with_an_equals_sign_are_overrides_of_arithmetic(monkeypatch):
     given: list[dict[str, object]] = []
     monkeypatch.setattr(program, "run_demo", lambda out, **kwargs: given.append({"out": out, **kwargs}))
     assert main(["demo", "trainer.save_freq=7", "trainer.test_freq=1"]) == 0
@@ -166,17 +134,10 @@ def test_words_with_an_equals_sign_are_overrides_of_arithmetic(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TASKS)
-def test_each_task_is_learnt(name: str, tmp_path: Path) -> None:
+def test_each_task_is_learnt(name, tmp_path):
     said: list[str] = []
     done = program.run_demo(
-        tmp_path,
-        task=name,
-        algorithm="grpo",
-        seed=0,
-        control="none",
-        ranks=1,
-        overrides=[],
-        say=said.append,
+        tmp_path, task=name, algorithm="grpo", seed=0, control="none", ranks=1, overrides=[], say=said.append
     )
     print(f"{name}: {done.before:.3f} before, {done.after:.3f} after, in {done.seconds:.0f} s")
     assert done.after >= done.before + 0.2

@@ -1,9 +1,4 @@
-"""The demo's model folder, loaded like other Hugging Face folders."""
-
-from __future__ import annotations
-
 import string
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +8,13 @@ from tandem.models.loading import load_policy, load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("demo") / "model"
     write_model(path, seed=5)
     return path
 
 
-def test_one_token_per_character_and_back(folder: Path) -> None:
+def test_one_token_per_character_and_back(folder):
     tokenizer = load_tokenizer(folder)
     text = string.printable
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -31,7 +26,7 @@ def test_one_token_per_character_and_back(folder: Path) -> None:
     assert tokenizer("9<|endoftext|>").input_ids[-1] == tokenizer.eos_token_id
 
 
-def test_chat_template_is_the_contents(folder: Path) -> None:
+def test_chat_template_is_the_contents(folder):
     tokenizer = load_tokenizer(folder)
     question = [{"role": "user", "content": "37+65?"}]
     asked = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -40,7 +35,7 @@ def test_chat_template_is_the_contents(folder: Path) -> None:
     assert tokenizer.apply_chat_template(answered, tokenize=False) == "37+65?12,10=102<|endoftext|>"
 
 
-def test_model_is_a_small_qwen2_fixed_by_its_seed(folder: Path) -> None:
+def test_model_is_a_small_qwen2_fixed_by_its_seed(folder):
     saved = load_policy(folder)
     assert saved.config.model_type == "qwen2"
     assert saved.config.vocab_size == 258

@@ -1,8 +1,4 @@
-"""The demo's problems and demonstrations, read as in training."""
-
-from __future__ import annotations
-
-from pathlib import Path
+from collections import Counter
 
 import pyarrow.parquet as pa_parquet
 import pytest
@@ -34,7 +30,7 @@ from tandem.rewards import Item, score
         (Problem(99, 99), "18,19=198", "18,18=188"),
     ],
 )
-def test_working_by_hand(problem: Problem, working: str, sloppy: str) -> None:
+def test_working_by_hand(problem, working, sloppy):
     assert problem.working() == working
     assert problem.working(forget_carry=True) == sloppy
     assert problem.carries is (working != sloppy)
@@ -42,7 +38,7 @@ def test_working_by_hand(problem: Problem, working: str, sloppy: str) -> None:
     assert len(working) + 1 <= LONGEST_RESPONSE
 
 
-def test_the_reward_judges_the_working() -> None:
+def test_the_reward_judges_the_working():
     problems = [Problem(first, second) for first in range(10, 100, 3) for second in range(10, 100, 7)]
     assert all(int(problem.answer) == problem.first + problem.second for problem in problems)
     right = [Item(DATA_SOURCE, problem.working(), problem.answer) for problem in problems]
@@ -51,7 +47,7 @@ def test_the_reward_judges_the_working() -> None:
     assert [scored.score for scored in score(sloppy)] == [float(not p.carries) for p in problems]
 
 
-def test_split_shares_no_sum_and_repeats_by_seed() -> None:
+def test_split_shares_no_sum_and_repeats_by_seed():
     parts = split(seed=3, train=4000, validation=600)
     train, validation = parts.train, parts.validation
     assert (len(set(train)), len(set(validation))) == (4000, 600)
@@ -63,19 +59,17 @@ def test_split_shares_no_sum_and_repeats_by_seed() -> None:
     assert split(seed=4, train=4000, validation=600).validation != validation
 
 
-def test_split_refuses_more_problems_than_there_are() -> None:
+def test_split_refuses_more_problems_than_there_are():
     with pytest.raises(ValueError, match=r"of 8000 problems can be drawn"):
         split(seed=0, train=8000, validation=100)
 
 
-def test_demonstrations_forget_the_carry_as_often_as_asked() -> None:
+def test_demonstrations_forget_the_carry_as_often_as_asked():
     problems = split(seed=0, train=1000, validation=10).train
     rows = demonstrations(problems, seed=0, count=9500, forget_carry=0.8)
     assert len(rows) == 9500
-    counts = {problem: 0 for problem in problems}
-    for problem, _ in rows:
-        counts[problem] += 1
-    assert set(counts.values()) == {9, 10}
+    counts = Counter(problem for problem, _ in rows)
+    assert counts.keys() == set(problems) and set(counts.values()) == {9, 10}
     carried = [(problem, text) for problem, text in rows if problem.carries]
     forgetful = [text == problem.working(forget_carry=True) for problem, text in carried]
     assert sum(forgetful) / len(forgetful) == pytest.approx(0.8, abs=0.02)
@@ -86,7 +80,7 @@ def test_demonstrations_forget_the_carry_as_often_as_asked() -> None:
     assert rows != demonstrations(problems, seed=1, count=9500, forget_carry=0.8)
 
 
-def test_problem_file_is_in_the_users_format(tmp_path: Path) -> None:
+def test_problem_file_is_in_the_users_format(tmp_path):
     problems = split(seed=0, train=30, validation=10).train
     path = tmp_path / "train.parquet"
     write_problems(path, problems, part="train")
@@ -95,12 +89,8 @@ def test_problem_file_is_in_the_users_format(tmp_path: Path) -> None:
         "prompt": [{"role": "user", "content": problems[1].question}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": problems[1].answer},
-        "extra_info": {
-            "split": "train",
-            "index": 1,
-            "question": problems[1].question,
-            "answer": problems[1].working(),
-        },
+        "extra_info": {"split": "train", "index": 1, "question": problems[1].question}
+        | {"answer": problems[1].working()},
     }
     tokenizer = build_tokenizer()
     dataset = PromptDataset(str(path), tokenizer, max_prompt_length=LONGEST_PROMPT)
@@ -111,7 +101,7 @@ def test_problem_file_is_in_the_users_format(tmp_path: Path) -> None:
     assert list(batch.non_tensor_batch["ground_truth"]) == [problem.answer for problem in problems]
 
 
-def test_demonstration_file_teaches_the_answer_and_its_end(tmp_path: Path) -> None:
+def test_demonstration_file_teaches_the_answer_and_its_end(tmp_path):
     rows = [("37+65?", "12,9=92"), ("12+13?", "5,2=25")]
     path = tmp_path / "sft.parquet"
     write_demonstrations(path, rows)

@@ -1,11 +1,4 @@
-"""The config that the demo passes to the trainer."""
-
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tandem.cli.main import main
 from tandem.config.root import TrainConfig
@@ -13,7 +6,7 @@ from tandem.demo import program
 from tandem.observability.run import RunFolder
 
 
-def test_ranks_and_further_words_reach_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_further_words_reach_the_training(tmp_path, monkeypatch):
     given: list[TrainConfig] = []
 
     def run(config: TrainConfig, *, say: Any) -> bool:

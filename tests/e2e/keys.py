@@ -1,7 +1,3 @@
-"""Helpers of the tests of the document's keys: a record of tested keys, and ways to read a run."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,37 +5,29 @@ import numpy as np
 import pytest
 
 from tandem.observability.run import read_samples
-from tests.e2e.shop import DOCUMENT, Shop
 from tests.support.runs import Finished
+from tests.support.words import full
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
-SAMPLES = DOCUMENT["data.train_batch_size"] * DOCUMENT[f"{ROLLOUT}.n"]
-UPDATES = DOCUMENT["data.train_batch_size"] // DOCUMENT[f"{ACTOR}.ppo_mini_batch_size"]
-FAST = f"{ACTOR}.optim.lr=0.02"
-
 TRIED: set[str] = set()
+"""The keys that a test changes."""
 
 
-def tries(*names: str) -> Callable[[Test], Test]:
-    """Mark a test as one that changes these keys."""
-    TRIED.update(names)
+def tries(names: str) -> Callable[[Test], Test]:
+    TRIED.update(full(names).split())
     return lambda test: test
 
 
 @pytest.fixture(scope="module")
-def base(shop: Shop) -> Finished:
-    """Run one step of the document's command line without changes."""
+def base(shop):
     return shop.run("base")
 
 
 def responses(run: Finished, step: int = 1) -> list[list[int]]:
-    samples = run.samples(step)
-    return [
-        [token for token, written in zip(tokens, mask, strict=True) if written]
-        for tokens, mask in zip(samples["tokens"], samples["response_mask"], strict=True)
-    ]
+    rows = run.each(step, "tokens", "response_mask")
+    return [[t for t, written in zip(tokens, mask, strict=True) if written] for tokens, mask in rows]
 
 
 def flat(run: Finished, step: int, *columns: str) -> list[np.ndarray]:

@@ -1,7 +1,3 @@
-"""Runs that wait a moment in every phase; and a run on Ray as a separate process, with ways to damage it."""
-
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tandem.observability.files import whole_lines
 from tests.e2e.shop import SOURCES, Shop
@@ -45,42 +41,30 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 """Workers that wait a moment, so that their phases last long enough to be hit. The reward obeys a file."""
 
-PHASES = (
-    *("gen", "reward", "old_log_prob", "ref", "values", "adv"),
-    *("update_critic", "update_actor", "save_checkpoint", "testing"),
-)
+PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+PHASES += ("save_checkpoint", "testing")
 POOLS = {"policy": 2, "value": 1, "reward_pool": 1, "controller_pool": 1}
 
 
 def slow(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
-    """Return the command of a PPO run with a reference and a critic; it has every phase."""
     estimator, reward = shop.folder / "slow_estimator.py", shop.folder / "slow_reward.py"
     estimator.write_text(ESTIMATOR)
     reward.write_text(REWARD)
     return shop.document(
-        f"algorithm.adv_estimator={estimator}:slow_gae",
-        f"custom_reward_function.path={reward}",
-        "algorithm.use_kl_in_reward=true",
-        "actor_rollout_ref.actor.optim.lr=0.003",
-        "trainer.logger=[]",
-        "trainer.test_freq=1",
-        "trainer.save_freq=1",
-        f"trainer.total_training_steps={steps}",
+        f"algorithm.adv_estimator={estimator}:slow_gae custom_reward_function.path={reward}",
+        "algorithm.use_kl_in_reward=true A.optim.lr=0.003 trainer.logger=[]",
+        f"trainer.test_freq=1 trainer.save_freq=1 steps={steps}",
         f"trainer.default_local_dir={shop.folder / name}",
         *more,
     )
 
 
 def command(shop: Shop, name: str, steps: int, *more: str) -> list[str]:
-    """Return the command of a slow run whose critic has its own pool."""
     return slow(
         *(shop, name, steps),
         "trainer.max_ckpt_to_keep=2",
-        "trainer.timeouts.answer=20",
-        "trainer.timeouts.call=60",
-        "trainer.timeouts.stop=5",
-        "trainer.resource_pools={policy: [2], value: [1]}",
-        "trainer.placement={actor_rollout: policy, critic: value}",
+        "trainer.timeouts.answer=20 trainer.timeouts.call=60 trainer.timeouts.stop=5",
+        "Q={policy: [2], value: [1]} P={actor_rollout: policy, critic: value}",
         *more,
     )
 
@@ -100,20 +84,12 @@ class RayRun:
     controller_is_leader: bool = True
 
     @classmethod
-    def start(cls, words: list[str], folder: Path, **environment: str) -> RayRun:
-        processes = folder / "log" / "processes.json"
-        processes.unlink(missing_ok=True)
+    def start(cls, words: list[str], folder: Path, **environment: str) -> Self:
+        (folder / "log" / "processes.json").unlink(missing_ok=True)
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES), **environment}
-        process = WarmProcess(
-            [sys.executable, "-m", "tandem", "train", *words],
-            cwd=folder.parent,
-            env=os.environ | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        return cls(process, folder)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options = {"cwd": folder.parent, "env": os.environ | own, "start_new_session": True, **streams}
+        return cls(WarmProcess([sys.executable, "-m", "tandem", "train", *words], **options), folder)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -160,14 +136,10 @@ class RayRun:
                 return True
         return False
 
-    def harm(self, name: str, sent: signal.Signals) -> int:
-        """Send a signal to a process of the run, and return its process id."""
-        pid = self.pids[name]
-        os.kill(pid, sent)
-        return pid
+    def harm(self, name: str, sent: signal.Signals) -> None:
+        os.kill(self.pids[name], sent)
 
     def end(self, limit_s: float = 60) -> str:
-        """Wait until the run ends, and return what it printed; kill it after the limit, and fail."""
         try:
             printed, _ = self.process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -184,7 +156,6 @@ class RayRun:
         return printed
 
     def survivors(self, limit_s: float = 10) -> list[str]:
-        """Return the processes of this run, including Ray's own, that still exist after a moment."""
         deadline = time.monotonic() + limit_s
         while (left := _session(self.process.pid)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -192,7 +163,6 @@ class RayRun:
 
 
 def _session(leader: int) -> list[str]:
-    """Return the command lines of the living processes of a session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

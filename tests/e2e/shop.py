@@ -1,77 +1,40 @@
 """A command line written for verl, at the size of a tiny model, and ways to run it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.config.load import load_train_config
 from tandem.trainer.assembly import build_ppo
-from tandem.trainer.ppo import PPOTrainer
 from tests.support.runs import Finished
 from tests.support.tiny import make_model, write_problems
 from tests.support.warm import WarmProcess
+from tests.support.words import words as full_words
 
-DOCUMENT: dict[str, Any] = {
-    "algorithm.adv_estimator": "grpo",
-    "data.train_files": "PATH",
-    "data.val_files": "PATH",
-    "data.train_batch_size": 4,
-    "data.max_prompt_length": 8,
-    "data.max_response_length": 6,
-    "data.filter_overlong_prompts": True,
-    "data.truncation": "'error'",
-    "actor_rollout_ref.model.path": "PATH",
-    "actor_rollout_ref.actor.optim.lr": "1e-6",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-    "actor_rollout_ref.ref.fsdp_config.param_offload": True,
-    "actor_rollout_ref.actor.fsdp_config.param_offload": True,
-    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
-    "actor_rollout_ref.model.use_remove_padding": True,
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 1,
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1,
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 1,
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": 40,
-    "actor_rollout_ref.actor.use_dynamic_bsz": True,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 40,
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 40,
-    "actor_rollout_ref.actor.use_kl_loss": True,
-    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
-    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-    "actor_rollout_ref.actor.entropy_coeff": 0,
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-    "actor_rollout_ref.rollout.name": "native",
-    "actor_rollout_ref.rollout.gpu_memory_utilization": 0.4,
-    "actor_rollout_ref.rollout.n": 3,
-    "actor_rollout_ref.rollout.temperature": 0.6,
-    "actor_rollout_ref.rollout.top_k": 1000000,
-    "actor_rollout_ref.rollout.top_p": 1.0,
-    "algorithm.use_kl_in_reward": False,
-    "trainer.critic_warmup": 0,
-    "trainer.logger": '["console","tensorboard"]',
-    "trainer.project_name": "'verl_grpo_boba'",
-    "trainer.experiment_name": "'ds_7b_fsdp_sglang'",
-    "trainer.n_gpus_per_node": 1,
-    "trainer.nnodes": 1,
-    "trainer.val_before_train": False,
-    "trainer.save_freq": 50,
-    "trainer.test_freq": -1,
-    "trainer.total_epochs": 15000,
-}
-"""The document's keys in its order.
-
-Paths, sizes, device counts, the rollout's name and the parallel sizes fit this machine and a tiny model; all
-other values are the document's.
-"""
+DOCUMENT = dict(
+    word.split("=", 1)
+    for word in full_words("""
+algorithm.adv_estimator=grpo data.train_files=PATH data.val_files=PATH data.train_batch_size=4
+data.max_prompt_length=8 data.max_response_length=6 data.filter_overlong_prompts=True data.truncation='error'
+M.path=PATH A.optim.lr=1e-6 A.ppo_mini_batch_size=2 REF.fsdp_config.param_offload=True
+A.fsdp_config.param_offload=True A.fsdp_config.optimizer_offload=True M.use_remove_padding=True
+A.ulysses_sequence_parallel_size=1 A.ppo_micro_batch_size_per_gpu=1 REF.log_prob_micro_batch_size_per_gpu=1
+R.log_prob_micro_batch_size_per_gpu=1 REF.log_prob_use_dynamic_bsz=True REF.log_prob_max_token_len_per_gpu=40
+A.use_dynamic_bsz=True A.ppo_max_token_len_per_gpu=40 R.log_prob_use_dynamic_bsz=True
+R.log_prob_max_token_len_per_gpu=40 A.use_kl_loss=True A.kl_loss_coef=0.001 A.kl_loss_type=low_var_kl
+A.entropy_coeff=0 M.enable_gradient_checkpointing=True R.tensor_model_parallel_size=1 R.name=native
+R.gpu_memory_utilization=0.4 R.n=3 R.temperature=0.6 R.top_k=1000000 R.top_p=1.0
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console","tensorboard"]
+trainer.project_name='verl_grpo_boba' trainer.experiment_name='ds_7b_fsdp_sglang' trainer.n_gpus_per_node=1
+trainer.nnodes=1 trainer.val_before_train=False trainer.save_freq=50 trainer.test_freq=-1
+trainer.total_epochs=15000
+""")
+)
+"""The document's keys in its order, and its values except for what must fit this machine and a tiny model."""
+BATCH, MINI, N = 4, 2, 3
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -90,19 +53,13 @@ class Shop:
         self.reward = folder / "reward.py"
         self.reward.write_text(REWARD)
 
-    @property
-    def paths(self) -> dict[str, Any]:
-        return {
-            "data.train_files": self.train,
-            "data.val_files": self.val,
-            "actor_rollout_ref.model.path": self.model,
-        }
-
     def document(self, *words: str) -> list[str]:
         """Return the document's command line, with keys and options replaced by those in `words`."""
-        given = dict(word.split("=", 1) for word in words if "=" in word)
-        options = [word for word in words if "=" not in word]
-        return [f"{name}={value}" for name, value in (DOCUMENT | self.paths | given).items()] + options
+        paths = f"data.train_files={self.train} data.val_files={self.val} M.path={self.model}"
+        given = full_words(paths, *words)
+        options = [word for word in given if "=" not in word]
+        pairs = dict(word.split("=", 1) for word in given if "=" in word)
+        return [f"{name}={value}" for name, value in (DOCUMENT | pairs).items()] + options
 
     def short(self, name: str, *words: str) -> list[str]:
         """Return the document's command line for one step, with little output, in the run folder `name`."""
@@ -114,15 +71,10 @@ class Shop:
             *words,
         )
 
-    def trainer(self, words: list[str], said: list[str]) -> PPOTrainer:
-        loaded = load_train_config(None, words)
-        said.extend(loaded.notices)
-        return build_ppo(loaded.config, say=said.append)
-
     def run(self, name: str, *words: str) -> Finished:
-        """Run one step of the document's command line with `words`, in this process."""
-        said: list[str] = []
-        trainer = self.trainer(self.short(name, *words), said)
+        loaded = load_train_config(None, self.short(name, *words))
+        said = list(loaded.notices)
+        trainer = build_ppo(loaded.config, say=said.append)
         try:
             trainer.fit()
         finally:
@@ -131,26 +83,17 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+def shop(tmp_path_factory):
     return Shop(tmp_path_factory.mktemp("shop"))
 
 
 SOURCES = Path(__file__).parents[2]
 
 
-def start(
-    words: list[str], cwd: Path, *, program: str = "train", stdin: int | None = None
-) -> subprocess.Popen[str]:
-    """Start `python -m tandem train …` as a separate process with one thread and its imports done."""
-    return WarmProcess(
-        [sys.executable, "-m", "tandem", program, *words],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)},
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(words: list[str], cwd: Path, *, stdin: int | None = None) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
+    streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return WarmProcess([sys.executable, "-m", "tandem", "train", *words], cwd=cwd, env=env, **streams)
 
 
 def finish(process: subprocess.Popen[str], typed: str | None = None) -> subprocess.CompletedProcess[str]:
@@ -159,5 +102,4 @@ def finish(process: subprocess.Popen[str], typed: str | None = None) -> subproce
 
 
 def train(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run `python -m tandem train …` to its end."""
     return finish(start(words, cwd))

@@ -1,13 +1,9 @@
 """A run with two reward models, two references, a reward function and a judge; see `make test-vllm`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +14,7 @@ from tests.engines.rollout.vllm.serving import serving
 from tests.support.runs import Lab, without_times
 from tests.support.scorers import make_other_tokenizer, make_scorer
 from tests.support.tiny import make_model, make_tokenizer
+from tests.support.words import words as full_words
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 pytest.importorskip("vllm")
@@ -28,8 +25,7 @@ DIGITS = "0123456789"
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve a tiny model with one token per character, whose answers must be a digit; yield its address."""
+def judge(tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = make_tokenizer(folder)
     build(vocab_size=len(tokenizer)).save_pretrained(folder)
@@ -47,10 +43,8 @@ def words(lab: Lab, judge: str) -> list[str]:
     }
     grade = {"server": server, "rubric": "short", "template": "{rubric} {response}", "pattern": "([0-9])"}
     judged = {"path": "tandem.rewards.judges", "name": "judge", "label": "grade"}
-    terms = [
-        {"path": str(lab.folder / "mine.py"), "name": "share"},
-        {**judged, "reward_kwargs": {**grade, "scale": [0, 9]}},
-    ]
+    own = {"path": str(lab.folder / "mine.py"), "name": "share"}
+    terms = [own, {**judged, "reward_kwargs": {**grade, "scale": [0, 9]}}]
     safe, helpful = (
         make_scorer(lab.folder / name, lab.model, seed=i) for i, name in ((1, "safe"), (2, "helpful"))
     )
@@ -64,11 +58,8 @@ def words(lab: Lab, judge: str) -> list[str]:
         f"custom_reward_function.terms={json.dumps(terms)}",
         "reward_model.enable=true",
         f"reward_model.models={json.dumps(models)}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
         f"actor_rollout_ref.ref.models={{start: {{weight: 0.5}}, far: {{path: {far}, weight: 0.1}}}}",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=2",
-        "trainer.device=cpu",
+        *full_words(f"A.use_kl_loss=true trainer.save_freq=2 trainer.device=cpu steps={STEPS}"),
     ]
 
 
@@ -76,7 +67,7 @@ def command(lab: Lab, name: str, given: list[str]) -> list[str]:
     return [sys.executable, "-m", "tandem", "train", *lab.overrides(lab.folder / name), *given]
 
 
-def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judge: str) -> None:
+def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path, judge):
     lab = Lab(tmp_path)
     given = words(lab, judge)
     subprocess.run(command(lab, "whole", given), check=True, timeout=300)
@@ -106,6 +97,5 @@ def test_all_of_them_in_one_run_which_is_killed_and_goes_on(tmp_path: Path, judg
 
 
 def what_was_learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all metrics except times and the cost of answers."""
     timeless = without_times(rows)
     return [{name: value for name, value in row.items() if "/judge_" not in name} for row in timeless]

@@ -1,7 +1,3 @@
-"""Roles on separate pools work at the same time, and roles can move to other pools between steps and runs."""
-
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +6,7 @@ import pytest
 from tandem.observability.timers import read_timeline
 from tandem.runtime import Placement, Role
 from tandem.trainer.ppo import PPOTrainer
-from tests.e2e.shop import REWARD
-from tests.support.runs import Finished, Lab
+from tests.support.runs import Finished
 from tests.support.scorers import make_scorer
 
 SLOW = """
@@ -44,7 +39,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(480)]
 
 
 def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
-    """Return the start and end of each occurrence of a phase, in seconds."""
     found: list[tuple[float, float]] = []
     begun: dict[tuple[int, int], float] = {}
     for event in read_timeline(timeline):
@@ -55,22 +49,16 @@ def spans(timeline: Path, phase: str) -> list[tuple[float, float]]:
     return found
 
 
-def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) -> None:
+def test_reference_critic_and_reward_model_overlap(lab, ray_cluster):
     file = lab.folder / "slow_workers.py"
     file.write_text(SLOW)
     scorer = make_scorer(lab.folder / "scorer", lab.model)
     finished = lab.run(
         "overlap",
-        "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "reward_model.enable=true",
-        f"reward_model.model.path={scorer}",
-        "trainer.resource_pools={policy: [1], frozen: [1], value: [1], scores: [1]}",
-        "trainer.placement={actor_rollout: policy, ref: frozen, critic: value, reward_model: scores}",
-        f"trainer.worker_classes.ref={file}:SlowReference",
-        f"trainer.worker_classes.critic={file}:SlowCritic",
-        f"trainer.worker_classes.reward_model={file}:SlowScorer",
-        "trainer.total_training_steps=3",
+        f"GAE A.use_kl_loss=true reward_model.enable=true reward_model.model.path={scorer} steps=3",
+        "Q={policy: [1], frozen: [1], value: [1], scores: [1]}",
+        "P={actor_rollout: policy, ref: frozen, critic: value, reward_model: scores}",
+        f"W.ref={file}:SlowReference W.critic={file}:SlowCritic W.reward_model={file}:SlowScorer",
     )
     timeline = finished.folder / "timeline.json"
     steps = [spans(timeline, f"work on {phase}") for phase in ("ref", "values", "scores")]
@@ -85,93 +73,61 @@ def test_reference_critic_and_reward_model_overlap(lab: Lab, ray_cluster: None) 
         assert row[f"perf/busy_share/{role}"] >= 0.9 * (end - begin) / row["timing/step"]
 
 
-def varied(lab: Lab) -> Path:
-    (lab.folder / "varied.py").write_text(REWARD)
-    return lab.folder / "varied.py"
-
-
-def learnt(rows: list[dict[str, Any]]) -> list[list[float]]:
-    return [[row["reward/mean"], row["actor/loss"], row["critic/loss"]] for row in rows]
+@pytest.fixture(scope="module")
+def words(lab):
+    fp64 = "A.fsdp_config.model_dtype=fp64 critic.fsdp_config.model_dtype=fp64"
+    return (f"GAE {lab.letters} {fp64}", "trainer.save_freq=2 steps=4")
 
 
 @pytest.fixture(scope="module")
-def words(lab: Lab) -> tuple[str, ...]:
-    return (
-        "algorithm.adv_estimator=gae",
-        f"custom_reward_function.path={varied(lab)}",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
-        "critic.fsdp_config.model_dtype=fp64",
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
-    )
+def undisturbed(lab, words):
+    return lab.run("undisturbed", *words).rows
 
 
-@pytest.fixture(scope="module")
-def undisturbed(lab: Lab, words: tuple[str, ...]) -> list[list[float]]:
-    return learnt(lab.run("undisturbed", *words).rows)
+def assert_undisturbed(run: Finished, undisturbed: list[dict[str, Any]]) -> None:
+    for got, expected in zip(run.rows, undisturbed, strict=True):
+        for name in ("reward/mean", "actor/loss", "critic/loss"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-9)
 
 
-def assert_undisturbed(run: Finished, undisturbed: list[list[float]]) -> None:
-    for got, expected in zip(learnt(run.rows), undisturbed, strict=True):
-        assert got == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-def test_reallocated_in_mid_run(
-    lab: Lab, words: tuple[str, ...], undisturbed: list[list[float]], ray_cluster: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The actor moves from two shared ranks to one, and the critic to another, after the second step."""
+def test_reallocated_in_mid_run(lab, words, undisturbed, ray_cluster):
     apart = Placement({"policy": [1], "value": [1]}, {Role.ActorRollout: "policy", Role.Critic: "value"})
-    moved: list[int] = []
+    sizes: list[int] = []
 
-    def at_step_boundary(trainer: PPOTrainer, step: int) -> None:
-        if step == 2:
-            assert trainer.roles.actor.world_size == 2
-            trainer.reallocate(apart)
-            moved.append(trainer.roles.actor.world_size)
+    class Mover(PPOTrainer):
+        def at_step_boundary(self, step: int) -> None:
+            if step == 2:
+                sizes.append(self.roles.actor.world_size)
+                self.reallocate(apart)
+                sizes.append(self.roles.actor.world_size)
 
-    monkeypatch.setattr(PPOTrainer, "at_step_boundary", at_step_boundary)
-    finished = lab.run("moved", *words, "trainer.n_gpus_per_node=2")
-    assert moved == [1]
+    finished = lab.run("moved", *words, "trainer.n_gpus_per_node=2", trainer=Mover)
+    assert sizes == [2, 1]
     assert_undisturbed(finished, undisturbed)
 
 
-def test_resumed_with_other_pools(
-    lab: Lab, words: tuple[str, ...], undisturbed: list[list[float]], ray_cluster: None
-) -> None:
-    """The run takes two steps on two shared ranks, then two with separate roles, in the same run folder."""
-    lab.run("resized", *words, "trainer.n_gpus_per_node=2", "trainer.total_training_steps=2")
-    finished = lab.run(
-        "resized",
-        *words,
-        "trainer.resource_pools={policy: [1], value: [2]}",
-        "trainer.placement={actor_rollout: policy, critic: value}",
-    )
+def test_resumed_with_other_pools(lab, words, undisturbed, ray_cluster):
+    lab.run("resized", *words, "trainer.n_gpus_per_node=2 steps=2")
+    apart = "Q={policy: [1], value: [2]} P={actor_rollout: policy, critic: value}"
+    finished = lab.run("resized", *words, apart)
     assert any("resumed from" in sentence for sentence in finished.said)
     assert_undisturbed(finished, undisturbed)
 
 
-def test_reward_models_and_references_on_pools_of_their_own(lab: Lab, ray_cluster: None) -> None:
-    """Nine groups on five pools, with normalized scores, give the numbers of one process."""
-    models = ", ".join(
-        f"{name}: {{path: {make_scorer(lab.folder / name, lab.model, seed=seed)}, normalize: {seed == 1}}}"
-        for seed, name in enumerate(("safe", "helpful"))
-    )
+def test_reward_models_and_references_on_pools_of_their_own(lab, ray_cluster):
+    safe, helpful = (make_scorer(lab.folder / name, lab.model, seed=i) for i, name in enumerate("ab"))
     words = (
-        f"custom_reward_function.path={varied(lab)}",
+        f"{lab.letters} A.fsdp_config.model_dtype=fp64 reward_model.fsdp_config.model_dtype=fp64",
         "reward_model.enable=true",
-        f"reward_model.models={{{models.replace('True', 'true').replace('False', 'false')}}}",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.ref.models={start: {}, again: {weight: 0.5}}",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype=fp64",
-        "reward_model.fsdp_config.model_dtype=fp64",
+        f"reward_model.models={{safe: {{path: {safe}}}, helpful: {{path: {helpful}, normalize: true}}}}",
+        "A.use_kl_loss=true REF.models={start: {}, again: {weight: 0.5}}",
     )
     here = lab.run("here", *words)
     apart = lab.run(
         "apart",
         *words,
-        "trainer.resource_pools={policy: [1], scores: [2], frozen: [1], more: [1]}",
-        "trainer.placement={actor_rollout: policy, reward_model: scores, reward_model.safe: more, "
+        "Q={policy: [1], scores: [2], frozen: [1], more: [1]}",
+        "P={actor_rollout: policy, reward_model: scores, reward_model.safe: more, "
         "ref.start: frozen, ref.again: more}",
     )
     busy = {name.rpartition("/")[2] for name in apart.rows[-1] if name.startswith("perf/busy_share/")}

@@ -1,45 +1,35 @@
-"""A run on Ray of which a process is damaged stops in time with one report, and resumes."""
-
-from __future__ import annotations
-
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tandem.checkpoint import open_checkpoint
 from tandem.observability.run import read_metrics
 from tests.e2e.ray_runs import PHASES, POOLS, RayRun, command, writing_slowly
-from tests.e2e.shop import SOURCES, Shop
+from tests.e2e.shop import Shop
 from tests.e2e.test_kill import assert_identical, checkpoints, last_state
 from tests.support.runs import without_times
+from tests.support.warm import cold
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 150
 
 
-@dataclass(frozen=True)
-class Harm:
+class Harm(NamedTuple):
     """A signal, or an order to the reward function, to a process POOL_RANK in a phase of its second step."""
 
     how: str
     whom: str
     phase: str
 
-    def __str__(self) -> str:
-        return f"{self.how} {self.whom} in {self.phase}"
-
 
 def do(harm: Harm, words: list[str], folder: Path) -> None:
-    """Run the command, damage it, and check how it ends."""
     order = folder.parent / "order"
     run = RayRun.start(words, folder)
     run.await_phase(harm.phase, after_step=1)
@@ -58,7 +48,6 @@ def do(harm: Harm, words: list[str], folder: Path) -> None:
 
 
 def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> None:
-    """Damage a run in each way in turn, then let it finish, and compare it with a run that was left alone."""
     folder = shop.folder / name
     words = command(shop, name, steps)
     for number, harm in enumerate(harms):
@@ -75,16 +64,12 @@ def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> 
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_killed_and_resumed(shop: Shop) -> None:
+def test_killed_and_resumed(shop):
     harmed_and_resumed(shop, "harmed", [Harm("SIGKILL", "policy_1", "update_actor")], steps=4)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_worker_in_every_phase(shop: Shop) -> None:
-    """Damage the run 21 times: in each phase and each kind of worker, otherwise at random."""
+def test_every_worker_in_every_phase(shop):
     draw = random.Random(0)
     whom = [f"{pool}_{rank}" for pool, ranks in POOLS.items() for rank in range(ranks)]
     harms = [Harm("SIGKILL", whom[i % len(whom)], phase) for i, phase in enumerate(PHASES)]
@@ -93,16 +78,12 @@ def test_every_worker_in_every_phase(shop: Shop) -> None:
     harmed_and_resumed(shop, "often_harmed", harms, steps=60)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_reward_function_that_does_harm(shop: Shop) -> None:
+def test_a_reward_function_that_does_harm(shop):
     harms = [Harm(how, "reward_pool_0", "reward") for how in ("sleep", "raise", "memory")]
     harmed_and_resumed(shop, "harmed_by_reward", harms, steps=10)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_ray_ends_a_worker_for_its_memory(shop: Shop) -> None:
+def test_ray_ends_a_worker_for_its_memory(shop):
     """Ray's memory monitor, which checks after the start, is told that 2% of the memory is too much."""
     folder = shop.folder / "greedy"
     limits = {"RAY_memory_usage_threshold": "0.02", "RAY_memory_monitor_refresh_ms": "45000"}
@@ -112,9 +93,7 @@ def test_ray_ends_a_worker_for_its_memory(shop: Shop) -> None:
     assert "GiB when last seen" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_restarts_by_itself(shop: Shop) -> None:
+def test_restarts_by_itself(shop):
     folder = shop.folder / "restarted"
     run = RayRun.start(command(shop, "restarted", 4, "trainer.max_restarts=2"), folder)
     for step in (1, 2):
@@ -129,7 +108,6 @@ def test_restarts_by_itself(shop: Shop) -> None:
 
 
 def look_inside(run: RayRun) -> None:
-    """Use the command line to show the stacks of all processes and the log of one, while the run goes on."""
     stacks = tandem("stacks", str(run.folder))
     assert f"controller (node {socket.gethostname()}, pid {run.process.pid})" in stacks
     assert "in fit" in stacks
@@ -143,13 +121,12 @@ def look_inside(run: RayRun) -> None:
 
 
 def tandem(*words: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(SOURCES)}
-    return subprocess.check_output([sys.executable, "-m", "tandem", *words], env=environment, text=True)
+    done = cold("-m", "tandem", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ctrl_c_once_saves_and_twice_stops(shop: Shop) -> None:
+def test_ctrl_c_once_saves_and_twice_stops(shop):
     folder = shop.folder / "interrupted"
     words = command(shop, "interrupted", 100, "trainer.save_freq=-1")
     once = RayRun.start(words, folder)
@@ -167,22 +144,14 @@ def test_ctrl_c_once_saves_and_twice_stops(shop: Shop) -> None:
     assert f"resumed from {folder / 'checkpoints' / f'step_{steps[-1]:06d}'}" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_sigterm_to_the_controller_saves(shop: Shop) -> None:
+def test_a_sigterm_to_the_controller_saves(shop):
     run = RayRun.start(command(shop, "ended", 100, "trainer.save_freq=-1"), shop.folder / "ended")
     run.await_phase("update_critic", after_step=1)
     run.process.terminate()
     assert "the same command resumes from it" in run.ends(130, LIMIT_S)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_killed_during_a_background_write_on_ray(shop: Shop, tmp_path: Path) -> None:
-    """The actor, on two ranks, is killed while it writes step 2, and the run resumes from step 1.
-
-    It ends as a run that saves while training waits.
-    """
+def test_killed_during_a_background_write_on_ray(shop, tmp_path):
     whole, folder = shop.folder / "ray_at_once", shop.folder / "ray_beside"
     RayRun.start(command(shop, whole.name, 3), whole).ends(0)
     words = writing_slowly(command(shop, folder.name, 3))

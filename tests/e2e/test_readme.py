@@ -1,18 +1,12 @@
-"""The programs in the README and two pages, and the commands of an example, do what the text says."""
-
-from __future__ import annotations
-
 import re
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tandem.observability.run import read_metrics
 from tests.e2e.shop import SOURCES
 from tests.support.tiny import make_model
+from tests.support.warm import cold
 
 pytestmark = pytest.mark.slow
 
@@ -21,26 +15,21 @@ def python(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (SOURCES / page).read_text(), re.DOTALL)
 
 
-def test_the_program_of_ones_own_on_ray(
-    tmp_path: Path, ray_cluster: None, capfd: pytest.CaptureFixture[str]
-) -> None:
-    blocks = python("docs/extend/worker.md")
-    (program,) = [block for block in blocks if "RayBackend" in block]
+def test_the_program_of_ones_own_on_ray(tmp_path, ray_cluster, capfd):
+    (program,) = [block for block in python("docs/extend/worker.md") if "RayBackend" in block]
     file = tmp_path / "program.py"
     file.write_text(program)
     runpy.run_path(str(file), run_name="__main__")
     shown = re.search(r"print\(.*\)  # (.*)", program)
-    assert shown is not None
     assert shown[1] in capfd.readouterr().out.splitlines()
 
 
-def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_screen(tmp_path, monkeypatch):
     first, step_by_step = python("docs/from-python.md")
     (readme,) = python("README.md")
     assert set(readme.splitlines()) <= set(first.splitlines())
-    program = (first + step_by_step).replace(
-        "path/to/model", str(make_model(tmp_path / "model", max_position_embeddings=1024))
-    )
+    model = make_model(tmp_path / "model", max_position_embeddings=1024)
+    program = (first + step_by_step).replace("path/to/model", str(model))
     assert program.count("steps=100, ") == 1
     file = tmp_path / "first.py"
     file.write_text(program.replace("steps=100, ", "steps=3, ").replace("val=rows", "steps=1, val=rows"))
@@ -52,8 +41,7 @@ def test_the_first_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.timeout(900)
-def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path: Path) -> None:
-    """The commands run with fewer steps. The policy's reward rises, and what the preferences are about."""
+def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path):
     (tmp_path / "examples").symlink_to(SOURCES / "examples")
     folder = "examples/reward_model"
     for words in (
@@ -64,7 +52,8 @@ def test_a_policy_learns_what_the_preferences_of_an_example_were_about(tmp_path:
         ["-m", "tandem", "export", "runs/ratings", "my_policy"],
         ["-m", "tandem", "train", f"{folder}/ppo.yaml", "trainer.total_training_steps=15"],
     ):
-        subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=600)
+        done = cold(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
     first, *_, last = read_metrics(tmp_path / "runs" / "preferred" / "metrics.jsonl")
     for name in ("reward/extra/preferred", "reward/extra/stars"):
         assert last[name] > first[name] + 2, name

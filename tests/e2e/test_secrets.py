@@ -1,7 +1,3 @@
-"""A run writes nothing that came from environment variables: no file holds a canary."""
-
-from __future__ import annotations
-
 import gzip
 import json
 import stat
@@ -22,19 +18,14 @@ from tandem.viewer.api import Api
 from tandem.viewer.query import Query
 from tandem.viewer.shelf import Shelf
 from tests.support.runs import Lab
+from tests.support.words import words as full_words
 
-CANARIES = {
-    "CANARY_KEY": "sk-canary-0001-key",
-    "CANARY_NAME": "canary-0002-name",
-    "CANARY_PATH": "canary-0003-path",
-    "CANARY_URL": "canary-0004-url",
-    "CANARY_NOTE": "canary-0005\n\"quoted\" 'note'",
-}
+CANARIES = {"CANARY_KEY": "sk-canary-0001-key", "CANARY_NAME": "canary-0002-name"}
+CANARIES |= {"CANARY_PATH": "canary-0003-path", "CANARY_URL": "canary-0004-url"}
+CANARIES |= {"CANARY_NOTE": "canary-0005\n\"quoted\" 'note'"}
 LITERAL = "sk-literal-0006-key"
-LOGGERS = [
-    *("console", "file", "tensorboard"),
-    *(name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio") if find_spec(name)),
-]
+LOGGERS = [name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio") if find_spec(name)]
+LOGGERS += ["console", "file", "tensorboard"]
 OFFLINE = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "CLEARML_OFFLINE_MODE": "1"}
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, key, address, other, fail,
@@ -48,7 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, *, k
 
 
 @pytest.fixture
-def canaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def canaries(monkeypatch):
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
 
@@ -63,17 +54,12 @@ def words_of(lab: Lab, run: Path, *more: str) -> list[str]:
     return [
         *lab.overrides(run),
         f"data.train_files=[{lab.folder}/${{oc.env:CANARY_PATH}}/train.parquet]",
-        f"data.val_files={lab.val}",
-        "trainer.test_freq=1",
-        "trainer.log_val_generations=1",
-        "trainer.save_freq=1",
+        *full_words(f"{lab.validated} trainer.test_freq=1 trainer.log_val_generations=1 trainer.save_freq=1"),
         "trainer.experiment_name=run-${oc.env:CANARY_NAME}-x",
         f"custom_reward_function.path={lab.folder}/${{oc.env:CANARY_PATH}}/score.py",
-        f"{at}.key=${{oc.env:CANARY_KEY}}",
+        *(f"{at}.{word}" for word in ("key=${oc.env:CANARY_KEY}", f"password={LITERAL}", "fail=false")),
         f"{at}.address=https://${{oc.env:CANARY_URL,none}}/v1",
         f"{at}.other=${{oc.select:{at}.key}}",
-        f"{at}.password={LITERAL}",
-        f"{at}.fail=false",
         f"{at}.notes=[{{text: '${{oc.env:CANARY_NOTE}}'}}]",
         f"trainer.logger={json.dumps(LOGGERS)}",
         *more,
@@ -97,8 +83,7 @@ def held(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def run(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run with a separate home folder, for files that loggers write there, and return the run folder."""
+def run(lab, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**CANARIES, **OFFLINE, "HOME": str(home), "TRACKIO_DIR": str(home)}.items():
@@ -108,7 +93,7 @@ def run(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
-def test_nothing_of_a_run_holds_what_came_from_the_environment(run: Path) -> None:
+def test_nothing_of_a_run_holds_what_came_from_the_environment(run):
     assert held(run.parent) == {}
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -118,9 +103,7 @@ def test_nothing_of_a_run_holds_what_came_from_the_environment(run: Path) -> Non
     assert config["actor_rollout_ref"]["rollout"]["n"] == 3
 
 
-def test_who_only_reads_a_run_needs_no_variable(
-    lab: Lab, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_only_reads_a_run_needs_no_variable(lab, run, tmp_path, capsys):
     assert replay(Run(run), 2).equal
     assert main(["samples", str(run), "--n", "1"]) == 0
     assert main(["export", str(run), str(tmp_path / "model")]) == 0
@@ -132,7 +115,7 @@ def test_who_only_reads_a_run_needs_no_variable(
         Run(run).setting("trainer.experiment_name")
 
 
-def test_a_resumed_run_needs_them_and_may_have_another_key(run: Path, request: pytest.FixtureRequest) -> None:
+def test_a_resumed_run_needs_them_and_may_have_another_key(run, request):
     """Values that were given directly must be given again."""
     config, words = str(run / "config.yaml"), ["trainer.total_training_steps=3", "trainer.logger=[]"]
     kwargs = "custom_reward_function.reward_kwargs"
@@ -151,9 +134,7 @@ def test_a_resumed_run_needs_them_and_may_have_another_key(run: Path, request: p
     assert held(run.parent) == {}
 
 
-def test_a_run_that_fails_says_no_secret(
-    lab: Lab, tmp_path: Path, canaries: None, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_says_no_secret(lab, tmp_path, canaries, capfd):
     run = tmp_path / "run"
     fail = "custom_reward_function.reward_kwargs.fail=true"
     assert main(["train", *words_of(lab, run, fail)]) == 1

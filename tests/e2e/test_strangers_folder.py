@@ -1,7 +1,3 @@
-"""Every command can read a run folder from somebody else, and nothing in it is executed."""
-
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,7 +16,6 @@ from tandem.errors import CheckpointError, ConfigError, ConfigErrors
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
 from tests.support.evil import Runs, put_contents, put_data, put_state
-from tests.support.runs import Finished, Lab
 from tests.support.viewing import viewing
 from tests.support.warm import run as run_process
 
@@ -28,14 +23,12 @@ STEP = "step_000001"
 
 
 @pytest.fixture(scope="module")
-def run(lab: Lab) -> Finished:
-    return lab.run(
-        "run", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=null", "trainer.total_training_steps=2"
-    )
+def run(lab):
+    return lab.run("run", "trainer.save_freq=1 trainer.max_ckpt_to_keep=null")
 
 
 @pytest.fixture
-def strangers(run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def strangers(run, tmp_path, monkeypatch):
     """Copy the run as if another user had made it."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv(trusted.TRUST, "")
@@ -43,7 +36,7 @@ def strangers(run: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def canary(tmp_path: Path) -> Path:
+def canary(tmp_path):
     return tmp_path / "canary"
 
 
@@ -55,14 +48,13 @@ PUTS: dict[str, Callable[[Path, Any], None]] = {
 
 
 @pytest.fixture(params=PUTS)
-def spoilt(request: pytest.FixtureRequest, strangers: Path, canary: Path) -> Path:
-    """Put into all checkpoints what makes the canary when it is unpickled."""
+def spoilt(request, strangers, canary):
     for checkpoint in (strangers / "checkpoints").iterdir():
         PUTS[request.param](checkpoint, Runs(os.system, f"touch {canary}"))
     return strangers
 
 
-def test_export_refuses_it(spoilt: Path, canary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_refuses_it(spoilt, canary, capsys):
     out = canary.with_name("out")
     for given in (spoilt, spoilt / "checkpoints" / STEP):
         assert main(["export", str(given), str(out)]) == 1
@@ -70,19 +62,17 @@ def test_export_refuses_it(spoilt: Path, canary: Path, capsys: pytest.CaptureFix
     assert not canary.exists() and not out.exists()
 
 
-def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab: Lab, spoilt: Path, canary: Path) -> None:
+def test_a_replay_refuses_it_and_a_run_does_not_go_on_from_it(lab, spoilt, canary):
     with pytest.raises(CheckpointError):
         replay(Run(spoilt), 2)
-    changes = "trainer.resume_with_changes=true"
-    with pytest.raises(CheckpointError):
-        lab.run(str(spoilt), changes, "trainer.total_training_steps=3")
-    words = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={spoilt / 'checkpoints' / STEP}")
-    with pytest.raises(CheckpointError):
-        lab.run(str(canary.with_name("own")), changes, *words)
+    one = f"trainer.resume_mode=resume_path trainer.resume_from_path={spoilt / 'checkpoints' / STEP}"
+    for folder, words in ((spoilt, "steps=3"), (canary.with_name("own"), one)):
+        with pytest.raises(CheckpointError):
+            lab.run(str(folder), "trainer.resume_with_changes=true", words)
     assert not canary.exists()
 
 
-def test_what_needs_no_checkpoint_is_shown(spoilt: Path, canary: Path) -> None:
+def test_what_needs_no_checkpoint_is_shown(spoilt, canary):
     for words in (["runs", str(spoilt.parent)], ["runs", str(spoilt), "--json"], ["samples", str(spoilt)]):
         assert main(words) == 0
     with viewing(spoilt) as client:
@@ -92,7 +82,7 @@ def test_what_needs_no_checkpoint_is_shown(spoilt: Path, canary: Path) -> None:
     assert not canary.exists()
 
 
-def test_a_config_that_would_build_objects_is_refused(lab: Lab, strangers: Path, canary: Path) -> None:
+def test_a_config_that_would_build_objects_is_refused(lab, strangers, canary):
     file = strangers / "config.yaml"
     file.write_text(file.read_text() + f"x: !!python/object/apply:os.system ['touch {canary}']\n")
     assert main(["export", str(strangers), str(canary.with_name("out"))]) == 1
@@ -105,12 +95,17 @@ def test_a_config_that_would_build_objects_is_refused(lab: Lab, strangers: Path,
 
 
 CODE = "import pathlib\npathlib.Path({canary!r}).touch()\ndef function(*given, **named):\n    return 0.0\n"
+FUNCTION = "{file}:function"
 NAMED = {
-    "algorithm.adv_estimator": "{file}:function",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "{file}:function",
+    "algorithm.adv_estimator": FUNCTION,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": FUNCTION,
     "trainer.worker_classes": {"actor": "{file}:Actor"},
     "trainer.cluster.ray_init": {"runtime_env": {"py_executable": "{file}"}},
 }
+MORE = NAMED | {"custom_reward_function.path": "subprocess", "reward.combine": FUNCTION}
+MORE |= {"custom_reward_function.terms": [{"name": "function", "path": "{file}"}]}
+MORE |= {"data.custom_cls.path": "{file}", "data.sampler.class_path": "{file}"}
+MORE |= {"trainer.on_step": "os:system", "trainer.project_name": "${oc.env:HOME}"}
 
 
 def edited(folder: Path, key: str, value: Any) -> None:
@@ -124,14 +119,13 @@ def edited(folder: Path, key: str, value: Any) -> None:
 
 
 def name_code(folder: Path, key: str, value: Any, canary: Path) -> None:
-    """Set a key to a file in the folder that makes the canary when it is imported."""
     evil = folder / "evil.py"
     evil.write_text(CODE.format(canary=str(canary)))
     edited(folder, key, json.loads(json.dumps(value).replace("{file}", str(evil))))
 
 
 @pytest.mark.parametrize("key", NAMED)
-def test_a_replay_runs_no_code_that_the_config_names(key: str, strangers: Path, canary: Path) -> None:
+def test_a_replay_runs_no_code_that_the_config_names(key, strangers, canary):
     name_code(strangers, key, NAMED[key], canary)
     with pytest.raises(ConfigError) as caught:
         replay(Run(strangers), 2)
@@ -140,21 +134,8 @@ def test_a_replay_runs_no_code_that_the_config_names(key: str, strangers: Path, 
     assert not canary.exists()
 
 
-MORE = NAMED | {
-    "custom_reward_function.path": "subprocess",
-    "custom_reward_function.terms": [{"name": "function", "path": "{file}"}],
-    "reward.combine": "{file}:function",
-    "data.custom_cls.path": "{file}",
-    "data.sampler.class_path": "{file}",
-    "trainer.on_step": "os:system",
-    "trainer.project_name": "${oc.env:HOME}",
-}
-
-
 @pytest.mark.parametrize("key", MORE)
-def test_a_config_in_a_strangers_folder_runs_no_code(
-    key: str, strangers: Path, canary: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_in_a_strangers_folder_runs_no_code(key, strangers, canary, capsys):
     name_code(strangers, key, MORE[key], canary)
     words = [str(strangers / "config.yaml"), f"trainer.default_local_dir={canary.with_name('own')}"]
     for command in ("train", "check"):
@@ -164,8 +145,7 @@ def test_a_config_in_a_strangers_folder_runs_no_code(
 
 
 @pytest.fixture
-def model_with_code(lab: Lab, strangers: Path, canary: Path) -> Path:
-    """Make a model folder whose config, model and tokenizer name a Python file in it."""
+def model_with_code(lab, strangers, canary):
     folder = strangers / "model"
     shutil.copytree(lab.model, folder)
     (folder / "own.py").write_text(
@@ -180,9 +160,7 @@ def model_with_code(lab: Lab, strangers: Path, canary: Path) -> Path:
 
 
 @pytest.mark.parametrize("remote", [True, False])
-def test_a_model_folders_code_is_not_run(
-    remote: bool, strangers: Path, model_with_code: Path, canary: Path
-) -> None:
+def test_a_model_folders_code_is_not_run(remote, strangers, model_with_code, canary):
     edited(strangers, "actor_rollout_ref.model.trust_remote_code", remote)
     assert main(["export", str(strangers), str(canary.with_name("out"))]) == 1
     assert main(["replay", str(strangers)]) == 1
@@ -190,7 +168,7 @@ def test_a_model_folders_code_is_not_run(
 
 
 @pytest.mark.usefixtures("model_with_code")
-def test_it_is_run_where_the_user_says_so(strangers: Path, canary: Path) -> None:
+def test_it_is_run_where_the_user_says_so(strangers, canary):
     """The code runs in another process, because what it defines stays registered in transformers."""
     edited(strangers, "actor_rollout_ref.model.trust_remote_code", True)
     command = [sys.executable, "-m", "tandem", "export", strangers, canary.with_name("out")]
@@ -198,7 +176,7 @@ def test_it_is_run_where_the_user_says_so(strangers: Path, canary: Path) -> None
     assert canary.exists()
 
 
-def test_weights_that_run_code_are_not_read(lab: Lab, tmp_path: Path, canary: Path) -> None:
+def test_weights_that_run_code_are_not_read(lab, tmp_path, canary):
     model = shutil.copytree(lab.model, tmp_path / "model")
     (model / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Runs(os.system, f"touch {canary}")}, model / "pytorch_model.bin")
@@ -209,7 +187,7 @@ def test_weights_that_run_code_are_not_read(lab: Lab, tmp_path: Path, canary: Pa
     assert not canary.exists()
 
 
-def test_a_strangers_folder_without_code_is_read_as_ones_own(strangers: Path, canary: Path) -> None:
+def test_a_strangers_folder_without_code_is_read_as_ones_own(strangers, canary):
     assert main(["export", str(strangers), str(canary.with_name("out"))]) == 0
     assert replay(Run(strangers), 2).equal
     assert open_checkpoint(strangers / "checkpoints" / STEP).step == 1

@@ -1,9 +1,4 @@
-"""`tandem sft` and `tandem rm` on two ranks under Ray give the numbers of one process, or fail with a report.
-
-Each step has nine rows, so the ranks get uneven shares.
-"""
-
-from __future__ import annotations
+"""Each step has nine rows, so the two ranks get uneven shares."""
 
 from typing import Any
 
@@ -12,7 +7,7 @@ import pytest
 from tandem.checkpoint import open_checkpoint
 from tandem.errors import NonFiniteError, WorkerFailure
 from tests.support.runs import without_times
-from tests.support.school import FP64, School, Taught, school
+from tests.support.school import FP64, Taught, school
 
 __all__ = ["school"]
 
@@ -37,9 +32,7 @@ def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]], toler
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp64", 1e-9), pytest.param("fp32", 1e-5, marks=pytest.mark.slow)]
 )
-def test_two_ranks_learn_what_one_learns(
-    school: School, ray_cluster: None, task: str, precision: str, tolerance: float
-) -> None:
+def test_two_ranks_learn_what_one_learns(school, ray_cluster, task, precision, tolerance):
     words = (*WORDS[task], *([FP64] if precision == "fp64" else []))
     alone = school.run(task, f"{task}_{precision}_alone", *words)
     both = school.run(task, f"{task}_{precision}_both", *words, *TWO_RANKS)
@@ -50,7 +43,7 @@ def test_two_ranks_learn_what_one_learns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
-def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None, task: str) -> None:
+def test_a_run_of_two_ranks_is_resumed_by_one(school, ray_cluster, task):
     whole = school.run(task, f"{task}_whole", FP64)
     name = f"{task}_moved"
     cut = ("trainer.save_freq=3", "optim.total_training_steps=6", FP64)
@@ -62,14 +55,13 @@ def test_a_run_of_two_ranks_is_resumed_by_one(school: School, ray_cluster: None,
 
 
 @pytest.mark.slow
-def test_a_rank_without_a_pair_takes_part(school: School, ray_cluster: None) -> None:
-    """With one pair a step, one rank's share is always empty, in training and in validation."""
+def test_a_rank_without_a_pair_takes_part(school, ray_cluster):
     words = ("data.train_batch_size=1", "trainer.total_training_steps=2", FP64)
     alone = school.run("rm", "one_pair_alone", *words)
     both = school.run("rm", "one_pair_both", *words, *TWO_RANKS)
     assert_same(without_times(both.rows), without_times(alone.rows))
 
 
-def test_a_failing_rank_ends_the_run_with_a_report(school: School, ray_cluster: None) -> None:
+def test_a_failing_rank_ends_the_run_with_a_report(school, ray_cluster):
     with pytest.raises((WorkerFailure, NonFiniteError), match="not finite"):
         school.run("sft", "diverges", *TWO_RANKS, "optim.lr=1e30")

@@ -1,7 +1,3 @@
-"""Two nodes with different addresses run one training; one fails, and the run goes on on the other."""
-
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,7 +10,7 @@ import pytest
 
 from tandem.observability.run import read_metrics
 from tests.e2e.ray_runs import RayRun, command
-from tests.e2e.shop import SOURCES, Shop
+from tests.e2e.shop import SOURCES
 from tests.support.netns import Node, cluster_network
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,36 +19,24 @@ LIMIT_S = 150
 
 
 def node(machine: Node, rank: int, head_file: Path, *words: str) -> subprocess.Popen[str]:
-    """Start `tandem node` on a machine, as a scheduler starts it on each node."""
     own = {"RANK": str(rank), "MASTER_PORT": "6379", "PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
-    return machine.start(
-        [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4", *words],
-        env=os.environ | own,
-        cwd=head_file.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    start = [sys.executable, "-m", "tandem", "node", "--head-file", str(head_file), "--num-cpus", "4"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"cwd": head_file.parent, "env": os.environ | own, "start_new_session": True, **streams}
+    return machine.start([*start, *words], **options)
 
 
-def over(nodes: int) -> tuple[str, ...]:
-    return (
-        "trainer.resource_pools={}",
-        "trainer.placement={}",
-        f"trainer.nnodes={nodes}",
-        "trainer.n_gpus_per_node=1",
-        "trainer.cluster.address=auto",
-        "trainer.backend=ray",
-    )
+def over(nodes: int) -> str:
+    cluster = "trainer.cluster.address=auto trainer.backend=ray"
+    return f"Q={{}} P={{}} trainer.nnodes={nodes} trainer.n_gpus_per_node=1 {cluster}"
 
 
-def test_a_node_goes_and_the_run_goes_on_on_the_other(shop: Shop) -> None:
+def test_a_node_goes_and_the_run_goes_on_on_the_other(shop):
     folder, steps = shop.folder / "nodes", 6
     head_file = shop.folder / "head.json"
     train = [sys.executable, "-m", "tandem", "train"]
     with cluster_network(2) as (first, second):
-        words = command(shop, "nodes", steps, *over(2))
+        words = command(shop, "nodes", steps, over(2))
         head = node(first, 0, head_file, "--", *train, *words)
         follower = node(second, 1, head_file)
         run = RayRun(head, folder, controller_is_leader=False)
@@ -75,7 +59,7 @@ def test_a_node_goes_and_the_run_goes_on_on_the_other(shop: Shop) -> None:
         done = max(row["step"] for row in read_metrics(folder / "metrics.jsonl"))
         assert 2 <= done < steps
 
-        alone = node(first, 0, head_file, "--", *train, *command(shop, "nodes", steps, *over(1)))
+        alone = node(first, 0, head_file, "--", *train, *command(shop, "nodes", steps, over(1)))
         printed, _ = alone.communicate(timeout=240)
         assert alone.returncode == 0, printed
         assert "resumed from" in printed

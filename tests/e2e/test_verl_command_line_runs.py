@@ -1,26 +1,16 @@
-"""The document's command line with all its keys, run as a user runs it: `python -m tandem train …`."""
-
-from __future__ import annotations
-
-import subprocess
-import sys
-
 import pytest
 
 from tandem.observability.run import read_metrics
 from tests.e2e import test_verl_keys_learning, test_verl_keys_running
 from tests.e2e.keys import TRIED
-from tests.e2e.shop import DOCUMENT, SOURCES, Shop, train
+from tests.e2e.shop import DOCUMENT, train
+from tests.support.warm import cold
 
 DRY_RUN = """
 import sys
 from tandem.cli.main import main
 status = main(["train", *sys.argv[1:]])
 assert not {"torch", "transformers", "docs.readers", "tandem.config.explain"} & set(sys.modules)
-ours = {name.split(".")[1] for name in sys.modules if name.startswith("tandem.")}
-known = {"balance", "cli", "config", "data", "errors", "hidden", "hub", "lifetime", "migrate"}
-known |= {"observability", "peers", "sandbox", "tasks", "texts", "trainer", "trusted"}
-assert ours <= known, ours
 sys.exit(status)
 """
 
@@ -30,12 +20,12 @@ pytestmark = pytest.mark.e2e
 FILL_TRIED = (test_verl_keys_learning, test_verl_keys_running)
 
 
-def test_every_key_of_the_command_line_has_been_tried() -> None:
+def test_every_key_of_the_command_line_has_been_tried():
     assert set(DOCUMENT) == TRIED
 
 
 @pytest.mark.parametrize("engine", ["native", pytest.param("hf", marks=pytest.mark.slow)])
-def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
+def test_two_steps_and_a_resume(shop, engine):
     folder = shop.folder / engine
     words = shop.document(f"actor_rollout_ref.rollout.name={engine}", f"trainer.default_local_dir={folder}")
     first = train([*words, "trainer.total_training_steps=2"], shop.folder)
@@ -54,16 +44,8 @@ def test_two_steps_and_a_resume(shop: Shop, engine: str) -> None:
     assert not (folder / "earlier").exists()
 
 
-def test_a_dry_run(shop: Shop) -> None:
-    """A dry run shows the config of the whole command line, without importing torch or the trainer."""
-    done = subprocess.run(
-        [sys.executable, "-c", DRY_RUN, *shop.document(), "--dry-run"],
-        cwd=shop.folder,
-        env={"PYTHONPATH": str(SOURCES)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_a_dry_run_shows_the_config_without_torch(shop):
+    done = cold("-c", DRY_RUN, *shop.document(), "--dry-run", cwd=shop.folder, env={})
     assert done.returncode == 0, done.stderr
     for text in (
         "default_local_dir: runs/verl_grpo_boba/ds_7b_fsdp_sglang",

@@ -1,22 +1,14 @@
-"""Command lines of verl's example scripts for different algorithms, two steps each.
-
-Only paths, devices and loggers are changed, and vLLM is replaced by the engine that needs no installation.
-"""
-
-from __future__ import annotations
+"""Command lines of verl's example scripts; only paths, devices, loggers and the engine are changed."""
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tandem.observability.run import read_metrics
-from tests.e2e.shop import SOURCES
 from tests.support.tiny import make_model, problem, write_rows
+from tests.support.warm import cold
 
 SCRIPTS = json.loads(Path(__file__).with_name("verl_examples.json").read_text())
 """By method: the script in verl's repository (main of August 2026, or 0.6.1), and its words."""
@@ -31,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def places(tmp_path_factory):
     """Return replacements for the paths in the scripts; the model ends a response after about 46 tokens."""
     folder = tmp_path_factory.mktemp("verl")
     model = make_model(folder / "model", kind="qwen3", max_position_embeddings=16384, initializer_range=0.02)
@@ -55,19 +47,11 @@ def placed(word: str, places: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("method", list(SCRIPTS))
-def test_two_steps(method: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_two_steps(method, places, tmp_path):
     words = [placed(word, places) for word in SCRIPTS[method]["words"]]
     run = tmp_path / "run"
     ours = ["trainer.n_gpus_per_node=1", "trainer.total_training_steps=2", f"trainer.default_local_dir={run}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tandem", "train", *words, "trainer.defaults=verl", *ours],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(SOURCES)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = cold("-m", "tandem", "train", *words, "trainer.defaults=verl", *ours, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2]

@@ -1,15 +1,10 @@
 """A run on Ray that samples with one vLLM engine over the ranks of its actor; see `make test-vllm`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer
 
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
-from tests.e2e.shop import REWARD
 from tests.engines.rollout.vllm.models import build
 from tests.support.runs import Lab
 
@@ -19,23 +14,16 @@ pytest.importorskip("ray")
 
 STEPS = 2
 KEYS = (
-    "actor_rollout_ref.rollout.name=vllm",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-    "actor_rollout_ref.rollout.max_num_seqs=8",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
-    "actor_rollout_ref.ref.fsdp_config.model_dtype=fp32",
-    "trainer.n_gpus_per_node=2",
-    "trainer.device=cpu",
-    f"trainer.total_training_steps={STEPS}",
+    "R.name=vllm R.tensor_model_parallel_size=2 R.max_num_seqs=8 A.use_kl_loss=true",
+    "A.fsdp_config.model_dtype=fp32 REF.fsdp_config.model_dtype=fp32",
+    f"trainer.n_gpus_per_node=2 trainer.device=cpu steps={STEPS}",
 )
 
 
-def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster: None, tmp_path: Path):
+def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster, tmp_path):
     lab = Lab(tmp_path)
     build(vocab_size=len(AutoTokenizer.from_pretrained(lab.model))).save_pretrained(lab.model)
-    (tmp_path / "reward.py").write_text(REWARD)
-    run = lab.run("split", f"custom_reward_function.path={tmp_path / 'reward.py'}", *KEYS)
+    run = lab.run("split", lab.letters, *KEYS)
     assert [row["step"] for row in run.rows] == [1, 2]
     for row in run.rows:
         assert row["rollout/log_prob_diff_max"] < 1e-4

@@ -1,7 +1,5 @@
 """Without Ray installed, one process works, and several processes are refused before any work is done."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.shop import SOURCES, Shop
+from tests.e2e.shop import SOURCES
 from tests.support.warm import run
 
 pytestmark = pytest.mark.e2e
@@ -30,7 +28,7 @@ def tandem(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run([sys.executable, program, *words], cwd=folder, env=environment)
 
 
-def test_training(shop: Shop) -> None:
+def test_training(shop):
     assert tandem(shop.folder, "train", *shop.short("alone")).returncode == 0
     done = tandem(shop.folder, "train", *shop.short("together", "trainer.n_gpus_per_node=2"))
     assert done.returncode == 1
@@ -38,7 +36,7 @@ def test_training(shop: Shop) -> None:
     assert "pip install 'tandem[ray]'" in done.stderr
 
 
-def test_the_demo(tmp_path: Path) -> None:
+def test_the_demo(tmp_path):
     done = tandem(tmp_path, "demo", "--ranks", "2")
     assert done.returncode == 1
     assert "  got:      --ranks 2\n" in done.stderr

@@ -1,7 +1,3 @@
-"""A user who types commands."""
-
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +24,6 @@ class User:
         self._capsys = capsys
 
     def types(self, *words: str, run: str = "run") -> Outcome:
-        """Run `tandem train` with a valid command line, changed by `words`."""
         self._capsys.readouterr()
         folder = self.folder / run
         status = main(["train", *self.shop.short(run, f"trainer.default_local_dir={folder}", *words)])
@@ -48,5 +43,5 @@ class User:
 
 
 @pytest.fixture
-def user(shop: Shop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> User:
+def user(shop, tmp_path, capsys):
     return User(shop, tmp_path, capsys)

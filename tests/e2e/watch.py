@@ -1,7 +1,3 @@
-"""Watches the inputs of the models of a run."""
-
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -39,7 +35,6 @@ class Watched:
 
 
 def watch(patch: pytest.MonkeyPatch) -> Watched:
-    """Record everything until the end of the patch, except the first forwards of a new engine."""
     seen, warms_up = Watched(), False
     forward, layer = PolicyModel.forward, Qwen2DecoderLayer.forward
     offload, onload = FSDPEngine.offload, FSDPEngine.onload
@@ -67,10 +62,6 @@ def watch(patch: pytest.MonkeyPatch) -> Watched:
         seen.moved[f"{owner} parameters"] += engine._fsdp.param_offload
         seen.moved[f"{owner} optimizer"] += optimizer and engine._fsdp.optimizer_offload
 
-    def watched_offload(self: FSDPEngine) -> None:
-        moved(self, optimizer=True)
-        offload(self)
-
     def watched_onload(self: FSDPEngine, *, optimizer: bool) -> None:
         moved(self, optimizer)
         onload(self, optimizer=optimizer)
@@ -78,6 +69,6 @@ def watch(patch: pytest.MonkeyPatch) -> Watched:
     patch.setattr(FSDPEngine, "_warm_up", watched_warm_up)
     patch.setattr(PolicyModel, "forward", watched_forward)
     patch.setattr(Qwen2DecoderLayer, "forward", watched_layer)
-    patch.setattr(FSDPEngine, "offload", watched_offload)
+    patch.setattr(FSDPEngine, "offload", lambda self: (moved(self, True), offload(self)))
     patch.setattr(FSDPEngine, "onload", watched_onload)
     return seen

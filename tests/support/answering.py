@@ -1,7 +1,5 @@
 """A real HTTP server that records what it is asked, for clients of judges and of sandboxes."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -12,8 +10,6 @@ from typing import Any
 
 @dataclass
 class Asked:
-    """A request."""
-
     path: str
     time: float
     headers: dict[str, str]
@@ -37,7 +33,7 @@ class AnsweringServer(ThreadingHTTPServer):
         raise AssertionError("a subclass answers")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of clients that stopped waiting, which is part of the tests."""
+        """Ignore clients that stopped waiting."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,7 +1,5 @@
 """Ways to put a fault into a real run; each changes the one piece of code that had the fault."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -34,7 +32,6 @@ Patch = pytest.MonkeyPatch
 
 
 def around(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Replace a method by `change(method, self, *its arguments)`, and keep its registration."""
     real = getattr(owner, name)
 
     @wraps(real)
@@ -50,7 +47,6 @@ def fault(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[[Pat
 
 
 def rollout(change: Callable[[DataProto], DataProto]) -> Callable[[Patch], None]:
-    """Change the batch that the rollout returns."""
     return fault(RolloutPart, "batch")(lambda real, self, *args: change(real(self, *args)))
 
 
@@ -62,14 +58,7 @@ def column(batch: DataProto, name: str, values: torch.Tensor) -> DataProto:
 def engine(
     weights: Callable[[Any, Any], Any], *, version: int | None = None, honest: bool = True
 ) -> Callable[[Patch], None]:
-    """Let the engine load other weights than it is given.
-
-    Args:
-        weights: A function from the first module and the newest module that the engine was given to the
-            weights that it loads.
-        version: The version that the engine reports; None reports the newest.
-        honest: Whether the engine's digest describes the weights that it holds.
-    """
+    """Let the engine load `weights(first, newest)` and report `version` and, if `honest`, its digest."""
 
     def put_in(patch: Patch) -> None:
         first: list[Any] = []
@@ -86,7 +75,6 @@ def engine(
 
 
 def copied(module: Any) -> Any:
-    """Return a separate model with the same weights."""
     made = AutoModelForCausalLM.from_config(module.config, dtype=module.dtype).eval()
     with torch.no_grad():
         for name, value in made.named_parameters():
@@ -123,7 +111,6 @@ def rounded(weights: dict[str, torch.Tensor]) -> None:
 
 
 def requests(change: Callable[[Any], Any]) -> Callable[[Patch], None]:
-    """Change the requests that the engine reads."""
     return fault(HFEngine, "submit")(lambda real, self, asked: real(self, list(map(change, asked))))
 
 
@@ -234,12 +221,7 @@ def against(real: Any, self: BatchWorker, batch: DataProto, kl_coef: float) -> D
 
 
 def prompts(change: Callable[[list[int]], list[int]], **special: Any) -> Callable[[Patch], None]:
-    """Change the token ids of all prompts.
-
-    Args:
-        change: The change.
-        special: The special tokens that the checks know.
-    """
+    """Change the token ids of all prompts, and the special tokens that the checks know."""
 
     def put_in(patch: Patch) -> None:
         def batch(real: Any, self: PromptDataset, *args: Any, **options: Any) -> DataProto:
@@ -268,8 +250,8 @@ def turned_kl(real: Any, self: Any, given: Any) -> Any:
     return kl_T, {"kl": kl_T}
 
 
-def nothing_moves(patch: Patch) -> None:
-    patch.setattr(state.TrainState, "step", lambda self, *args: None)
+@fault(state.TrainState, "step")
+def nothing_moves(real: Any, self: Any, *args: Any) -> None: ...
 
 
 def no_rate(patch: Patch) -> None:

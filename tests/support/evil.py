@@ -1,7 +1,5 @@
 """Files that run a command when they are unpickled or imported; the command leaves a file behind."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import os
@@ -49,7 +47,6 @@ def payloads(canary: Path) -> dict[str, Any]:
 
 
 def put_state(checkpoint: Path, state: Any) -> None:
-    """Put another state into a checkpoint, and update its manifest."""
     torch.save(state, checkpoint / "state.pt")
     seal(checkpoint)
 
@@ -63,7 +60,6 @@ def seal(checkpoint: Path) -> None:
 
 
 def put_contents(shards: Path, thing: Any) -> None:
-    """Replace a sharded checkpoint's table of contents."""
     (shards / ".metadata").write_bytes(pickle.dumps(thing))
     seal(shards.parent)
 

@@ -1,7 +1,5 @@
 """Workers that fail in every possible way, in a separate module so that other processes can import it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -35,7 +33,6 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def total(self, value: float) -> float:
-        """Return the sum over ranks, through the pool's process group."""
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         tensor = torch.tensor([value])
@@ -55,7 +52,6 @@ class Faulty(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def spoil(self, given: DataProto | list[DataProto]) -> float:
-        """Return the sum of the given values, and overwrite them."""
         batches = given if isinstance(given, list) else [given]
         total = sum(float(batch.dense("x").sum()) for batch in batches)
         for batch in batches:
@@ -81,10 +77,6 @@ def _raise() -> None:
     raise ValueError("the number is wrong")
 
 
-def _hold_memory() -> None:
-    bytearray(2**50)
-
-
 FAULTS = {
     "raise": _raise,
     "exit": lambda: os._exit(3),
@@ -93,5 +85,5 @@ FAULTS = {
     "crash": lambda: ctypes.string_at(0),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1000),
-    "use all memory": _hold_memory,
+    "use all memory": lambda: bytearray(2**50),
 }

@@ -1,7 +1,5 @@
 """Run folders that are written by hand, as a run would leave them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +16,6 @@ def write_samples(
     step: int,
     scores: list[float],
     part: str = "",
-    *,
     prompts: Sequence[str] = (),
     responses: Sequence[str] = (),
 ) -> None:

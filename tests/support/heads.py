@@ -24,11 +24,7 @@ def make_case(rows, vocabulary, width, dtype, *, scale=1.0, seed=0, device="cpu"
 
 
 def check_head(head, hidden, weight, targets, temperature, tolerance):
-    """Check values and gradients against the reference.
-
-    Values must be within `tolerance` of their size. Gradients of a random mix of both outputs must be within
-    `tolerance` of their own size and of the size of the factors that they are products of.
-    """
+    """Check values and gradients of a random mix within `tolerance` of their sizes or their factors'."""
     wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     expected = reference(*wide, targets, temperature)
     got = head(hidden, weight, targets, temperature=temperature, with_entropy=True)
@@ -47,14 +43,11 @@ def check_head(head, hidden, weight, targets, temperature, tolerance):
 
 
 def cut(monkeypatch, width):
-    """Return tiles with the given number of entries."""
     monkeypatch.setattr(tiled, "_LEAST_TILE", width)
     monkeypatch.setitem(tiled.TILE_BYTES, "cpu", 1)
 
 
 class Largest(TorchDispatchMode):
-    """A record of the largest tensor, in bytes, that any operator returned."""
-
     def __init__(self):
         super().__init__()
         self.bytes = 0

@@ -1,7 +1,5 @@
 """Texts of a policy, a prompt or a reward that contain commands which no page may follow."""
 
-from __future__ import annotations
-
 MARKUP = [
     "<script>window.hit = 1</script>", "</script><script>window.hit = 1</script>",
     "<img src=x onerror='window.hit = 1'>", "<svg onload=window.hit=1>",

@@ -1,7 +1,5 @@
 """Tandem commands in separate processes that are killed half way."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,14 +14,7 @@ LIMIT_S = 120.0
 
 
 def kill_half_way(words: Sequence[str], journal: Path, pieces: int) -> int:
-    """Run `tandem`, and kill it with SIGKILL once a journal has the given number of finished items.
-
-    Returns:
-        The number of items in the journal afterwards.
-
-    Raises:
-        AssertionError: The process ended by itself, or the items did not appear in time.
-    """
+    """Kill `tandem` once its journal has more than `pieces` items; return how many items it has then."""
     process = WarmProcess(
         [sys.executable, "-m", "tandem", *words],
         stdout=subprocess.DEVNULL,

@@ -1,9 +1,4 @@
-"""Network namespaces that stand for the machines of a cluster.
-
-Each namespace has its own address, and one bridge joins them. This needs root and iproute2.
-"""
-
-from __future__ import annotations
+"""Network namespaces with own addresses on one bridge, as machines of a cluster; needs root and iproute2."""
 
 import os
 import shutil
@@ -24,86 +19,61 @@ KILL_S = 5.0
 
 @dataclass(frozen=True)
 class Node:
-    """One network namespace.
-
-    Attributes:
-        name: The name of the namespace.
-        address: Its IPv4 address on the bridge.
-        interface: The interface that has the address.
-    """
-
     name: str
     address: str
     interface: str
 
     def start(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command in the namespace; options are those of Popen.
-
-        The process id is that of the command itself.
-        """
+        """Start a command in the namespace, whose process id is that of the command itself."""
         return subprocess.Popen(["nsenter", f"--net=/run/netns/{self.name}", *command], **options)
 
     def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        """Run a command in the namespace to its end; options are those of subprocess.run."""
         return subprocess.run(["nsenter", f"--net=/run/netns/{self.name}", *command], check=False, **options)
 
     def processes(self) -> list[int]:
-        """Return the ids of all processes in the namespace."""
         return [int(word) for word in _ip("netns", "pids", self.name).split()]
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot create network namespaces, or None if it can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"network namespaces need {' and '.join(missing)}"
-    name = _fresh_name()
-    tried = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, text=True)
-    if tried.returncode != 0:
-        return f"no network namespace can be made here: {tried.stderr.strip()}"
-    _ip("netns", "delete", name)
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "nsenter"))):
+        return "network namespaces need root, ip and nsenter"
+    try:
+        with ExitStack() as stack:
+            _namespace(stack)
+    except RuntimeError as error:
+        return str(error)
     return None
 
 
 @contextmanager
 def cluster_network(nodes: int) -> Iterator[list[Node]]:
-    """Create `nodes` namespaces on one bridge.
-
-    At the end, kill the processes that still run in them and remove everything. If the machine cannot create
-    namespaces, skip the calling test with the reason.
-    """
+    """Create namespaces on one bridge, and at the end kill what is in them; or skip the test."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
     with ExitStack() as stack:
         switch = _namespace(stack)
-        _inside(switch, "link", "add", "bridge", "type", "bridge")
-        _inside(switch, "link", "set", "bridge", "up")
+        _ip("-netns", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-netns", switch, "link", "set", "bridge", "up")
         yield [_node(stack, switch, number) for number in range(1, nodes + 1)]
 
 
 def _node(stack: ExitStack, switch: str, number: int) -> Node:
     node = Node(_namespace(stack), f"{NETWORK}.{number}", "net0")
     port = f"port{number}"
-    _inside(switch, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", node.name)
-    _inside(switch, "link", "set", port, "master", "bridge", "up")
-    _inside(node.name, "address", "add", f"{node.address}/24", "dev", "net0")
-    _inside(node.name, "link", "set", "net0", "up")
-    _inside(node.name, "link", "set", "lo", "up")
+    _ip("-netns", switch, "link", "add", port, "type", "veth", "peer", "name", "net0", "netns", node.name)
+    _ip("-netns", switch, "link", "set", port, "master", "bridge", "up")
+    _ip("-netns", node.name, "address", "add", f"{node.address}/24", "dev", "net0")
+    _ip("-netns", node.name, "link", "set", "net0", "up")
+    _ip("-netns", node.name, "link", "set", "lo", "up")
     return node
 
 
 def _namespace(stack: ExitStack) -> str:
-    name = _fresh_name()
+    name = f"tandem-{uuid.uuid4().hex[:8]}"
     _ip("netns", "add", name)
     stack.callback(_remove, name)
     return name
-
-
-def _fresh_name() -> str:
-    return f"tandem-{uuid.uuid4().hex[:8]}"
 
 
 def _remove(name: str) -> None:
@@ -116,10 +86,6 @@ def _remove(name: str) -> None:
                 continue
         time.sleep(0.05)
     _ip("netns", "delete", name)
-
-
-def _inside(name: str, *words: str) -> None:
-    _ip("-netns", name, *words)
 
 
 def _ip(*words: str) -> str:

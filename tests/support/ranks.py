@@ -1,7 +1,3 @@
-"""Jobs on several ranks."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -17,20 +13,7 @@ from tests.support.warm import WarmProcess
 
 
 def run_ranks(job: str | Path, *arguments: object, ranks: int = 2, timeout: float = 280) -> str:
-    """Run a script on several ranks of this machine, and return its output.
-
-    Each rank has one thread. The processes have the environment that torchrun would set, and are forked from
-    a process that has imported PyTorch and Tandem.
-
-    Args:
-        job: The script.
-        arguments: The arguments of the script.
-        ranks: The number of ranks.
-        timeout: The time limit in seconds.
-
-    Raises:
-        AssertionError: A rank failed. The error shows the end of the output of the rank that failed first.
-    """
+    """Run a script in forked processes with torchrun's environment and one thread, and return its output."""
     store = TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -82,10 +65,7 @@ def _text(file: IO[Any]) -> str:
 
 
 def torchrun(job: str | Path, *arguments: object, ranks: int = 2, timeout: float = 280) -> str:
-    """Run a script like `run_ranks`, but with processes that torchrun itself starts.
-
-    These processes repeat all imports, which takes twenty seconds more per rank.
-    """
+    """Run a script like `run_ranks`, but let torchrun start it, which costs twenty seconds more per rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(

@@ -1,7 +1,5 @@
 """Complete runs of the real trainer on a tiny model, in this process."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,7 +17,6 @@ from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.observability.run import read_metrics, read_samples
 from tandem.trainer.assembly import build_ppo
-from tandem.trainer.loop import Schedule
 from tandem.trainer.ppo import PPOTrainer
 from tests.support.tiny import make_model, write_problems
 from tests.support.words import words as full_words
@@ -29,13 +26,7 @@ REWARD_HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_
 
 @dataclass
 class Finished:
-    """A run that ended.
-
-    Attributes:
-        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
-        folder: The run folder.
-        said: The messages that the run printed.
-    """
+    """A run that ended; on the local backend its workers can still be read."""
 
     trainer: PPOTrainer
     folder: Path
@@ -70,7 +61,6 @@ class Finished:
 
     @property
     def checkpoints(self) -> list[str]:
-        """The names of the run's checkpoints."""
         return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
 
     def weights(self) -> dict[str, Any]:
@@ -78,12 +68,10 @@ class Finished:
 
     @property
     def actor(self) -> Any:
-        """The actor's worker, which the local backend keeps in this process."""
         return self.trainer.roles.actor._workers._worker
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return only the metrics that do not depend on the machine."""
     timed = ("timing", "perf", "controller")
     return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in rows]
 
@@ -119,7 +107,6 @@ def at_step(
 
 
 def interrupt(_: object) -> None:
-    """Send this process what Ctrl-C sends."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -127,8 +114,7 @@ def interrupt(_: object) -> None:
 def broken_off(step: int) -> Iterator[None]:
     """End the run inside the block with an error in the middle of `step`; nothing of this step is kept."""
 
-    class Stop(Exception):
-        """An error that stands for anything that ends a process."""
+    class Stop(Exception): ...
 
     def stop(_: object) -> None:
         raise Stop
@@ -146,22 +132,13 @@ class Lab:
         self.train, self.val = write_problems(folder)
 
     def overrides(self, run: Path, **changes: Any) -> list[str]:
-        keys = {
-            "algorithm.adv_estimator": "grpo",
-            "data.train_files": self.train,
-            "data.train_batch_size": 4,
-            "data.max_prompt_length": 8,
-            "data.max_response_length": 6,
-            "actor_rollout_ref.model.path": self.model,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-            "actor_rollout_ref.actor.optim.lr": 0.01,
-            "actor_rollout_ref.rollout.n": 3,
-            "trainer.total_training_steps": 2,
-            "trainer.default_local_dir": run,
-            "trainer.save_freq": 0,
-            "trainer.samples_freq": 1,
-            "trainer.logger": "[]",
-        }
+        usual = full_words(
+            f"algorithm.adv_estimator=grpo data.train_files={self.train} data.train_batch_size=4",
+            f"data.max_prompt_length=8 data.max_response_length=6 M.path={self.model}",
+            "A.ppo_mini_batch_size=4 A.optim.lr=0.01 R.n=3 steps=2",
+            "trainer.save_freq=0 trainer.samples_freq=1 trainer.logger=[]",
+        )
+        keys = dict(word.split("=", 1) for word in usual) | {"trainer.default_local_dir": str(run)}
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         return [f"{name}={'null' if value is None else value}" for name, value in keys.items()]
 
@@ -170,10 +147,7 @@ class Lab:
         return load_train_config(None, [*self.overrides(self.folder / run), *full_words(*words)]).config
 
     def reward(self, source: str, name: str = "compute_score") -> str:
-        """Write a file of reward functions, and return the words for the function of this name.
-
-        A source of one line is the value that the function returns for a `response`.
-        """
+        """Return the words for a reward function of this source, or of this expression of a `response`."""
         file = self.folder / f"reward_{crc32(source.encode()):x}.py"
         if "\n" not in source:
             source = f"{REWARD_HEAD}\n    response = solution_str\n    return {source}\n"
@@ -182,7 +156,6 @@ class Lab:
         return words if name == "compute_score" else f"{words} custom_reward_function.name={name}"
 
     def worker(self, methods: str) -> str:
-        """Write a worker class with these methods, which do nothing, and return its name in the config."""
         file = self.folder / f"worker_{crc32(methods.encode()):x}.py"
         lines = [f"    @register()\n    def {method}(self, *_): ...\n" for method in methods.split()]
         file.write_text("from tandem.runtime import Worker, register\nclass Own(Worker):\n" + "".join(lines))
@@ -190,12 +163,10 @@ class Lab:
 
     @property
     def letters(self) -> str:
-        """The words for a reward that differs between samples even for an untrained model."""
         return self.reward("len(set(response)) / 6")
 
     @property
     def validated(self) -> str:
-        """The words for validation on the other problems."""
         return f"data.val_files={self.val}"
 
     def resumed(self, name: str, *words: str, at: int) -> Finished:
@@ -204,36 +175,16 @@ class Lab:
             self.run(name, *words)
         return self.run(name, *words)
 
-    def trainer(
-        self,
-        run: Path,
-        *words: str,
-        said: list[str] | None = None,
-        trainer: type[PPOTrainer] = PPOTrainer,
-        schedule: Schedule[Any] | None = None,
-    ) -> PPOTrainer:
+    def trainer(self, run: Path, *words: str, said: list[str] | None = None, **options: Any) -> PPOTrainer:
         loaded = load_train_config(None, [*self.overrides(run), *full_words(*words)])
         said = [] if said is None else said
         said.extend(loaded.notices)
-        return build_ppo(loaded.config, say=said.append, trainer=trainer, schedule=schedule)
+        return build_ppo(loaded.config, say=said.append, **options)
 
-    def run(
-        self,
-        name: str,
-        *words: str,
-        trainer: type[PPOTrainer] = PPOTrainer,
-        schedule: Schedule[Any] | None = None,
-    ) -> Finished:
-        """Run in the folder `name`, with `key=value` words in addition to the usual ones.
-
-        Args:
-            name: The name of the run folder.
-            words: Words of the config, which may be short (`tests/support/words.py`).
-            trainer: The class of the trainer.
-            schedule: The order of the steps.
-        """
+    def run(self, name: str, *words: str, **options: Any) -> Finished:
+        """Run in the folder `name` with short words of the config (`words.py`) and options of `build_ppo`."""
         said: list[str] = []
-        made = self.trainer(self.folder / name, *words, said=said, trainer=trainer, schedule=schedule)
+        made = self.trainer(self.folder / name, *words, said=said, **options)
         try:
             made.fit()
         finally:
@@ -242,5 +193,5 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("lab"))

@@ -1,7 +1,5 @@
 """Complete supervised runs, `tandem sft` and `tandem rm`, on a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,42 +21,29 @@ LOADERS: dict[str, Callable[..., Loaded[Any]]] = {"sft": load_sft_config, "rm": 
 
 
 def text(draw: np.random.Generator, low: int, high: int, letters: str = "abcdefgh") -> str:
-    """Return random letters, between `low` and `high` of them."""
     return "".join(draw.choice(list(letters), size=draw.integers(low, high + 1)))
 
 
 def preferences(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return pairs of unequal length, from which nothing can be learned."""
     draw = np.random.default_rng(seed)
+    lengths = {"prompt": (2, 9), "chosen": (1, 14), "rejected": (1, 14)}
     return [
-        {
-            "prompt": text(draw, 2, 9),
-            "chosen": text(draw, 1, 14),
-            "rejected": text(draw, 1, 14),
-            "margin": float(draw.random()),
-        }
+        {name: text(draw, *span) for name, span in lengths.items()} | {"margin": float(draw.random())}
         for _ in range(count)
     ]
 
 
 def conversations(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Return conversations with two turns of each side."""
     draw = np.random.default_rng(seed)
     roles = ("user", "assistant", "user", "assistant")
-    return [
-        {"messages": [{"role": role, "content": text(draw, 1, 9)} for role in roles]} for _ in range(count)
-    ]
+    talks = [[{"role": role, "content": text(draw, 1, 9)} for role in roles] for _ in range(count)]
+    return [{"messages": messages} for messages in talks]
 
 
 @dataclass
 class Taught:
-    """A run that ended.
-
-    Attributes:
-        trainer: The controller. Its workers are shut down, but on the local backend they can still be read.
-        folder: The run folder.
-        said: The messages for the user.
-    """
+    """A run that ended; on the local backend its workers can still be read."""
 
     trainer: SupervisedTrainer
     folder: Path
@@ -70,7 +55,6 @@ class Taught:
 
     @property
     def engine(self) -> Any:
-        """The engine of the local backend's worker."""
         return self.trainer.model._workers._worker.engine  # type: ignore[attr-defined]
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -78,39 +62,27 @@ class Taught:
 
 
 class School:
-    """A maker of runs that share one model and its data files."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.model = make_model(folder / "model")
         self.files = {
-            "rm": (
-                write_rows(folder / "pairs.parquet", preferences(23)),
-                write_rows(folder / "held_out_pairs.parquet", preferences(7, seed=1)),
-            ),
-            "sft": (
-                write_rows(folder / "talks.parquet", conversations(23)),
-                write_rows(folder / "held_out_talks.parquet", conversations(7, seed=1)),
-            ),
+            task: (
+                write_rows(folder / f"{task}.parquet", made(23)),
+                write_rows(folder / f"{task}_held_out.parquet", made(7, seed=1)),
+            )
+            for task, made in (("rm", preferences), ("sft", conversations))
         }
 
     def words(self, task: str, name: str, *words: str) -> list[str]:
         """Return a command line for six steps over three epochs, in the run folder `name`."""
         train, held_out = self.files[task]
-        return [
-            f"model.path={self.model}",
-            f"data.train_files={train}",
-            f"data.val_files={held_out}",
-            "data.train_batch_size=9",
-            "data.max_length=48",
-            "optim.lr=0.01",
-            "optim.lr_scheduler_type=cosine",
-            "trainer.total_epochs=3",
-            "trainer.test_freq=2",
-            "trainer.logger=[]",
+        return full_words(
+            f"model.path={self.model} data.train_files={train} data.val_files={held_out}",
+            "data.train_batch_size=9 data.max_length=48 optim.lr=0.01 optim.lr_scheduler_type=cosine",
+            "trainer.total_epochs=3 trainer.test_freq=2 trainer.logger=[]",
             f"trainer.default_local_dir={self.folder / name}",
-            *full_words(*words),
-        ]
+            *words,
+        )
 
     def build(self, task: str, name: str, *words: str, said: list[str] | None = None) -> SupervisedTrainer:
         say = (said if said is not None else []).append
@@ -127,5 +99,5 @@ class School:
 
 
 @pytest.fixture(scope="module")
-def school(tmp_path_factory: pytest.TempPathFactory) -> School:
+def school(tmp_path_factory):
     return School(tmp_path_factory.mktemp("school"))

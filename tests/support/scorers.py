@@ -1,7 +1,5 @@
 """Tiny reward models, created from scratch, in Hugging Face formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +35,7 @@ def make_scorer(
 
 
 def make_other_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Create a tokenizer with other ids than the policy's and another chat template.
-
-    Where possible, one token stands for two letters.
-    """
+    """Create a tokenizer with other ids and another template, whose tokens may be two letters."""
     names = ["<pad>", "<end>", "<unk>", *reversed(CHARACTERS), "ab", "12", "34"]
     raw = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("ab|12|34|."), behavior="isolated")

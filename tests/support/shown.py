@@ -1,7 +1,5 @@
 """Figures of the files in benchmarks/results that docs pages show, for `tests/docs/test_figures.py`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -17,7 +15,6 @@ Shown = Iterator[tuple[str, str]]
 
 
 def plain(text: str) -> str:
-    """Return the text without comments and with single spaces only."""
     return " ".join(re.sub(r"<!--.*?-->", "", text, flags=re.S).split())
 
 

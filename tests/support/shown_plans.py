@@ -1,7 +1,3 @@
-"""Figures about `tandem plan` that docs pages show."""
-
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 
@@ -31,24 +27,16 @@ def plan_memory(file: Any) -> Shown:
     state = max(abs(part[kind]) for part in parts for kind in ("weights", "optimizer"))
     yield MEMORY, f"Weights and optimizer state are exact to {state:.1%}"
     drawn = sum(name.startswith("drawn") for name in file["rows"])
-    yield (
-        MEMORY,
-        f"{count[0]} configurations of 0.5B to 72B shapes, with memory settings on and off, and {count[1]}",
-    )
+    shapes = "configurations of 0.5B to 72B shapes, with memory settings on and off"
+    yield MEMORY, f"{count[0]} {shapes}, and {count[1]}"
     yield MEMORY, f"these {drawn} are among the {count[0]}"
     most = max(abs(part["total"]) for part in parts)
     yield "README.md", f"within {most:.1%} of traces of the model's own operations"
-    (middle, worst), (middle_held, worst_held) = (totals(held, "update") for held in (False, True))
-    yield (
-        MEASURED,
-        f"total of the update is off by {middle} (median) and {worst} (worst) in {count[0]} designed"
-        f" configurations, {middle_held} and {worst_held} in {count[1]} held-out ones",
-    )
-    (middle, worst), (middle_held, worst_held) = (totals(held, "log_prob") for held in (False, True))
-    yield (
-        MEASURED,
-        f"total of the log-prob pass is off by {middle} and {worst}, {middle_held} and {worst_held}",
-    )
+    (a, b), (c, d) = (totals(held, "update") for held in (False, True))
+    designed = f"{a} (median) and {b} (worst) in {count[0]} designed configurations"
+    yield MEASURED, f"total of the update is off by {designed}, {c} and {d} in {count[1]} held-out ones"
+    (a, b), (c, d) = (totals(held, "log_prob") for held in (False, True))
+    yield MEASURED, f"total of the log-prob pass is off by {a} and {b}, {c} and {d}"
     ranks = span((row["case"]["shards"] * row["case"]["tensor"] for row in file["rows"].values()), "")
     yield MEASURED, f"0.5B to 72B, {ranks} ranks"
     large, small = "Llama-3-70B 3 layers, 8192 tokens mode={} shards=64", "Qwen2.5-0.5B 4 layers, 4096 tokens"
@@ -88,10 +76,8 @@ def plan_probe(file: Any) -> Shown:
     tasks, _, answers, heat = (set(values) for values in zip(*(row["run"] for row in rows), strict=True))
     yield PROBE, f"over {file['truth_groups']:,} groups of another seed, for {word(len(rows))} runs"
     yield PROBE, f"{word(len(tasks))} of the demo's tasks"
-    yield (
-        PROBE,
-        f"{word(min(answers))} to {word(max(answers))} responses, temperatures from {span(heat, 'g')}",
-    )
+    least, most = word(min(answers)), word(max(answers))
+    yield PROBE, f"{least} to {most} responses, temperatures from {span(heat, 'g')}"
     truths = sorted(row["truth"] for row in rows)
     missed = one(rows, inside=False)
     low, high = (missed["without_spread"][end] for end in ("low", "high"))

@@ -1,56 +1,40 @@
 """A healthy reward, and rewards and an estimator with the faults that learning warnings name."""
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 
-def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def digits(data_source, solution_str, ground_truth, extra_info=None):
     """Return the share of digits among the first two characters, a task that tiny models learn."""
     return sum(character.isdigit() for character in solution_str[:2]) / 2
 
 
-def nothing(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return 0 always, like a parser that never finds an answer."""
+def nothing(data_source, solution_str, ground_truth, extra_info=None):
     return 0.0
 
 
-def by_prompt(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return a score that depends only on the prompt: 1 for every second sum, else 0."""
+def by_prompt(data_source, solution_str, ground_truth, extra_info=None):
     return float(int(ground_truth) % 2)
 
 
-def by_lot(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+def by_lot(data_source, solution_str, ground_truth, extra_info=None):
     """Return a random score that is fixed for each response to each sum, which no policy can learn."""
     return float(zlib.crc32(f"{ground_truth} {solution_str}".encode()) % 2)
 
 
-def dies(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *, count: str, after: int
-) -> float:
-    """Return random scores, and 0 after `after` responses, like a judge that can no longer be reached.
-
-    `count` is a file that grows by one byte for each response, in whichever process it is scored.
-    """
+def dies(data_source, solution_str, ground_truth, extra_info=None, *, count, after):
+    """Return random scores, and 0 after `after` responses of all processes, which `count` counts in bytes."""
     with Path(count).open("ab") as file:
         file.write(b".")
         return by_lot(data_source, solution_str, ground_truth) if file.tell() <= after else 0.0
 
 
-def letter_and_parity(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
-) -> float:
+def letter_and_parity(data_source, solution_str, ground_truth, extra_info=None):
     """Return half for a response that starts with a, and half for an odd sum: no policy gets both."""
     return (float(solution_str[:1] == "a") + int(ground_truth) % 2) / 2
 
 
-def no_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return zero everywhere, as if the mask were wrong."""
+def no_advantage(token_level_rewards, response_mask, offsets):
     return torch.zeros_like(token_level_rewards), token_level_rewards

@@ -1,9 +1,4 @@
-"""Checkpoints that take long to write in the background, or fail.
-
-This is also a file with a user's worker class, so that it works in every process of a run.
-"""
-
-from __future__ import annotations
+"""A user's file with a worker class whose checkpoints take long to write in the background, or fail."""
 
 import functools
 import os

@@ -1,7 +1,5 @@
 """Small models, tokenizers and data files, created from scratch, in Hugging Face formats."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ def make_tokenizer(folder: Path, *, chat_template: str | None = TEMPLATE) -> Pre
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, **special)
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -34,31 +31,18 @@ def make_model(
 ) -> Path:
     """Create a random causal LM of a few thousand parameters, with its tokenizer."""
     tokenizer = make_tokenizer(folder)
-    sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "initializer_range": 0.2,
-        **changes,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    sizes |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes |= {"bos_token_id": None, "vocab_size": len(tokenizer), "initializer_range": 0.2}
+    sizes |= ({"head_dim": 8} if kind == "qwen3" else {}) | changes
     config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
-    if kind == "qwen3":
-        sizes.setdefault("head_dim", 8)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**sizes), dtype=dtype)
-    model.save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config_class(**sizes), dtype=dtype).save_pretrained(folder)
     return folder
 
 
 def problem(a: int, b: int, split: str = "train") -> dict[str, Any]:
-    """Return a row in the users' data format."""
     question = f"{a}+{b}="
     return {
         "data_source": "arithmetic",
@@ -75,10 +59,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_problems(folder: Path, train: int = 24, val: int = 8) -> tuple[Path, Path]:
-    """Write training and validation files of sums."""
     pairs = [(a, b) for a in range(3, 60, 4) for b in range(2, 9)]
     rows = [problem(a, b) for a, b in pairs[: train + val]]
-    return (
-        write_rows(folder / "train.parquet", rows[:train]),
-        write_rows(folder / "val.parquet", rows[train:]),
-    )
+    parts = {"train": rows[:train], "val": rows[train:]}
+    found, held_out = (write_rows(folder / f"{name}.parquet", part) for name, part in parts.items())
+    return found, held_out

@@ -1,8 +1,7 @@
 """Small tokenizers of the common kinds: over bytes, with marks for spaces, and with added tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,21 +17,22 @@ def _made(core: Tokenizer, markers: Sequence[str], template: str | None) -> PreT
     )
 
 
-def byte_level(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    """Create a byte-level BPE tokenizer, as Qwen and Llama 3 have, which puts nothing before a text."""
+def _trained(splitter: Any, added: Sequence[str], *given: Any) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = splitter, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(_TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
-    return _made(core, markers, template)
+    core.add_tokens(added)
+    return _made(core, *given)
+
+
+def byte_level(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
+    """Create a byte-level BPE tokenizer, as Qwen and Llama 3 have, which puts nothing before a text."""
+    return _trained(pre_tokenizers.ByteLevel(add_prefix_space=False), [], markers, template)
 
 
 def metaspace(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
-    """Create a tokenizer with marks for spaces, one before each text, like SentencePiece.
-
-    It has a begin token.
-    """
+    """Create a tokenizer like SentencePiece: marks for spaces, one before each text, and a begin token."""
     merges = [("T", "h"), ("Th", "e"), ("▁", "The"), ("▁", "a"), ("▁", "▁"), (":", "▁")]
     single = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *sorted({*"".join(_TEXTS), "▁"} - {" "})]
     vocab = {token: at for at, token in enumerate([*single, *map("".join, merges)])}
@@ -49,18 +49,12 @@ def metaspace(markers: Sequence[str] = (), template: str | None = None) -> PreTr
 
 def with_added(markers: Sequence[str] = (), template: str | None = None) -> PreTrainedTokenizerFast:
     """Create a BPE tokenizer over words and spaces, with added tokens that are not special."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+|\d|\w+|[^\s\w]+"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+    words = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+|\d|\w+|[^\s\w]+"), "isolated")
+    splitter = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
-    core.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(_TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
-    core.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    return _made(core, markers, template)
+    thoughts = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    return _trained(splitter, thoughts, markers, template)
 
 
 KINDS: dict[str, Callable[..., PreTrainedTokenizerFast]] = {

@@ -1,7 +1,5 @@
 """Small workers for tests of the controller, which any process can import."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -202,8 +200,6 @@ class Streamer(Worker):
 
 
 class Custom(Worker):
-    """A worker whose methods have their own dispatch and collect functions."""
-
     @register((countdown, backwards), blocking=False)
     def place(self, number: int) -> tuple[int, int]:
         return self.rank, number

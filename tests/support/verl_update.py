@@ -1,11 +1,4 @@
-"""One optimizer step on a given batch, from scores to the gradient.
-
-It is taken by Tandem's workers, and by verl's functions in verl's interpreter.
-
-Shapes: B samples, T the longest response, K components of the reward.
-"""
-
-from __future__ import annotations
+"""One optimizer step on a batch, by Tandem's workers and by verl's functions in verl's interpreter."""
 
 import subprocess
 import tempfile
@@ -34,20 +27,12 @@ SAMPLES, LONGEST, N, PROMPT = 16, 24, 4, 2
 MICRO = tuple(tuple(range(first, first + 4)) for first in range(0, SAMPLES, 4))
 WHOLE = (tuple(range(SAMPLES)),)
 CORRECTION = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False}
-CORRECTION |= {
-    "rollout_rs": None,
-    "rollout_rs_threshold": None,
-    "bypass_mode": False,
-    "loss_type": "ppo_clip",
-}
-ALGORITHM: dict[str, Any] = {
-    "adv_estimator": "gae",
-    "gamma": 1.0,
-    "lam": 1.0,
-    "norm_adv_by_std_in_grpo": True,
-}
-ALGORITHM |= {"use_kl_in_reward": False, "kl_penalty": "kl", "rollout_correction": CORRECTION}
-ALGORITHM["kl_ctrl"] = {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1}
+CORRECTION |= {"rollout_rs": None, "rollout_rs_threshold": None, "bypass_mode": False}
+CORRECTION |= {"loss_type": "ppo_clip"}
+ALGORITHM: dict[str, Any] = {"adv_estimator": "gae", "gamma": 1.0, "lam": 1.0}
+ALGORITHM |= {"use_kl_in_reward": False, "kl_penalty": "kl", "norm_adv_by_std_in_grpo": True}
+ALGORITHM |= {"kl_ctrl": {"type": "fixed", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1}}
+ALGORITHM |= {"rollout_correction": CORRECTION}
 """The defaults of verl for the arguments of its functions; those of its actor are in verl's dataclass."""
 CRITIC = {"cliprange_value": 0.5, "loss_agg_mode": "token-mean", "loss_scale_factor": None}
 ACTOR = (
@@ -58,14 +43,7 @@ ACTOR = (
 
 @dataclass(frozen=True)
 class Case:
-    """A step on a batch.
-
-    Attributes:
-        words: The words of verl's command line.
-        columns: See `batch`.
-        micro: The rows of each micro-batch.
-        ours: Further words for Tandem alone.
-    """
+    """A step on a batch: verl's words, columns, the rows of each micro-batch, words for Tandem alone."""
 
     words: tuple[str, ...]
     columns: Mapping[str, Tensor]
@@ -74,13 +52,7 @@ class Case:
 
 
 def batch(seed: int, *, holes: float = 0.0, empty: int = 0) -> dict[str, Tensor]:
-    """Return 16 random samples, 4 per prompt, with 2 to 24 response tokens and a reward of 0 or 1.
-
-    Args:
-        seed: The seed.
-        holes: The share of the tokens between the first and the last that a tool wrote.
-        empty: The number of responses without tokens.
-    """
+    """Return 16 samples, 4 per prompt; a tool wrote a share `holes` of inner tokens, `empty` have none."""
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
 
@@ -116,7 +88,6 @@ def batch(seed: int, *, holes: float = 0.0, empty: int = 0) -> dict[str, Tensor]
 
 
 def verl_case(case: Case) -> dict[str, Any]:
-    """Return the case in the form that verl_update.py reads."""
     words = [word.lstrip("+") for word in case.words]
     given = OmegaConf.to_container(OmegaConf.from_dotlist(words))
     assert isinstance(given, dict)
@@ -126,25 +97,14 @@ def verl_case(case: Case) -> dict[str, Any]:
     critic = CRITIC | wanted | {n: v for n, v in given.get("critic", {}).items() if n in CRITIC}
     algorithm = OmegaConf.merge(ALGORITHM, given.get("algorithm", {}))
     estimator = algorithm.adv_estimator
-    columns = dict(case.columns)
-    unread = {"reward_baselines": "remax", "reward_components": "gdpo"}
-    for name, reader in unread.items():
-        if estimator != reader:
-            columns.pop(name, None)
-    if estimator != "gae":
-        columns.pop("new_values", None)
-    return {
-        "columns": columns,
-        "algorithm": OmegaConf.to_container(algorithm),
-        "actor": settings,
-        "critic": critic,
-        "micro": [list(rows) for rows in case.micro],
-        "applied": True,
-    }
+    readers = {"reward_baselines": "remax", "reward_components": "gdpo", "new_values": "gae"}
+    columns = {n: v for n, v in case.columns.items() if readers.get(n, estimator) == estimator}
+    found = {"columns": columns, "actor": settings, "critic": critic, "applied": True}
+    found["micro"] = [list(rows) for rows in case.micro]
+    return found | {"algorithm": OmegaConf.to_container(algorithm)}
 
 
 def by_verl(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Take the steps with verl; see verl_update.py for the numbers."""
     assert PYTHON.exists(), "make peers"
     with tempfile.TemporaryDirectory() as folder:
         given, answers = Path(folder) / "given.pt", Path(folder) / "answers.pt"
@@ -166,32 +126,20 @@ def configured(case: Case, folder: Path) -> TrainConfig:
         (model / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 32768}')
         rows.touch()
         reward.write_text("def compute_score(**rest):\n    return 0.0\n")
-    places = {
-        "data.train_files": rows,
-        "data.val_files": rows,
-        "actor_rollout_ref.model.path": model,
-        "critic.model.path": model,
-        "custom_reward_function.path": reward,
-        "rollout.name": "native",
-        "parallel_size": 1,
-        "trainer.n_gpus_per_node": 1,
-        "trainer.logger": "[console]",
-        "trainer.defaults": "verl",
-    }
+    own = {"data.train_files": rows, "data.val_files": rows, "actor_rollout_ref.model.path": model}
+    own |= {"trainer.n_gpus_per_node": 1, "trainer.logger": "[console]", "trainer.defaults": "verl"}
+    others = {"critic.model.path": model, "custom_reward_function.path": reward}
+    ends = own | others | {"rollout.name": "native", "parallel_size": 1}
     placed = []
     for word in case.words:
         name, _, value = word.partition("=")
-        placed.append(f"{name}={next((there for end, there in places.items() if name.endswith(end)), value)}")
-    needed = [
-        f"{name}={value}" for name, value in places.items() if name.count(".") > 0 and "critic" not in name
-    ]
-    needed = [word for word in needed if word.partition(".")[0] in ("data", "actor_rollout_ref", "trainer")]
+        placed.append(f"{name}={next((there for end, there in ends.items() if name.endswith(end)), value)}")
+    needed = [f"{name}={value}" for name, value in own.items()]
     engine = "actor_rollout_ref.rollout.name=native"
     return load_train_config(None, [*placed, *needed, engine, *case.ours]).config
 
 
 def by_tandem(case: Case, folder: Path) -> dict[str, Tensor]:
-    """Take the step with Tandem's workers, and return the same tensors as `by_verl`."""
     config = configured(case, folder)
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
@@ -243,7 +191,6 @@ def _flat(column: Tensor, columns: Mapping[str, Tensor], rows: Sequence[int]) ->
 
 
 def _table(columns: Mapping[str, Tensor], components: Sequence[str], *, without_old: bool) -> DataProto:
-    """Return the batch with prompts, before its advantages."""
     everyone, lengths = range(SAMPLES), columns["lengths"] + PROMPT
     names = {name: name for name in columns if columns[name].shape == (SAMPLES, LONGEST)}
     names |= {"ref_log_prob": "ref_log_probs"}
@@ -266,5 +213,4 @@ def _rectangle(column: Ragged) -> Tensor:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference divided by the norm of `wanted`."""
     return float((found - wanted).double().norm() / wanted.double().norm())

@@ -1,7 +1,5 @@
 """A run with data for every page of `tandem view`, and a client of its server."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -32,10 +30,7 @@ START = 1_700_000_000.0
 
 
 def write_viewed(path: Path, *, steps: int = STEPS, model: Path | None = None) -> Path:
-    """Write a finished run of `steps` steps with eight samples each.
-
-    In step s, all scores are s / 10 for the first prompt and 1 for the second.
-    """
+    """Write a finished run; in step s, the four scores of the first prompt are s / 10, of the second 1."""
     folder = RunFolder(path)
     tokenizer = model or path / "model"
     tokenizer.mkdir(exist_ok=True)
@@ -101,23 +96,18 @@ def sample_table(step: int, responses: list[str] | None = None) -> dict[str, Any
 
 
 def many_samples(count: int) -> dict[str, Any]:
-    """Return copies of one sample of a group, with scores from 0 on."""
-    found: dict[str, Any] = {
-        "scores": np.arange(count, dtype=np.float32),
-        "uid": np.array(["one"] * count, object),
+    copies = {
+        name: [column[0]] * count if isinstance(column, list) else column[[0] * count]
+        for name, column in sample_table(1).items()
     }
-    for name, column in sample_table(1).items():
-        if name not in found:
-            found[name] = [column[0]] * count if isinstance(column, list) else column[[0] * count]
-    return found
+    return copies | {"scores": np.arange(count, dtype=np.float32), "uid": np.array(["one"] * count, object)}
 
 
 def _write_timeline(path: Path, steps: int) -> None:
     """Write two seconds per step: rank 0 generates for 0.5 s, rank 1 for 1 s, then both update."""
-    tracks = {"controller": 1, "actor rank 0": 2, "actor rank 1": 3}
     lines: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "args": {"name": name}, "pid": 1, "tid": tid}
-        for name, tid in tracks.items()
+        for tid, name in enumerate(("controller", "actor rank 0", "actor rank 1"), 1)
     ]
     spans = [(2, "gen", 0.0, 0.5), (3, "gen", 0.0, 1.0), (2, "update_actor", 1.0, 2.0)]
     spans += [(3, "update_actor", 1.0, 2.0), (1, "step", 0.0, 2.0)]
@@ -131,18 +121,13 @@ def _write_timeline(path: Path, steps: int) -> None:
 
 
 class Client:
-    """A client that asks a viewer's server like the page does."""
-
     def __init__(self, server: Server) -> None:
         self.server = server
         self.url = server.url
         self.path = urlsplit(server.url).path
 
     def get(self, path: str, *, method: str = "GET", host: str = "", whole: bool = False) -> tuple[int, Any]:
-        """Return the status and the body, and with `whole` the headers too.
-
-        `path` is a path below the token's path, or a path from the root if it starts with "/".
-        """
+        """Return status and body (and headers) of a path below the token's path or, with "/", the root."""
         connection = HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
         target = path if path.startswith("/") else self.path + path
         connection.request(method, target, headers={"Host": host} if host else {})
@@ -159,7 +144,6 @@ class Client:
 
 @contextmanager
 def viewing(*folders: Path) -> Iterator[Client]:
-    """Serve some folders, and wait until their samples were read."""
     with Shelf(folders) as shelf, Server(Api(shelf)) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         client = Client(server)

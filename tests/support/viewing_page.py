@@ -45,7 +45,6 @@ class Viewer:
         self.page.mouse.up()
 
     def params(self) -> dict[str, str]:
-        """Return the parameters in the address, without the run."""
         found = parse_qs(urlsplit(self.page.url).fragment.partition("?")[2])
         return {name: values[0] for name, values in found.items() if name != "run"}
 

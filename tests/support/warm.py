@@ -6,8 +6,6 @@ and exit, and every library is fresh as after its import. Some tests start a col
 what is read at the start of a process (MALLOC_…), the imports themselves, or all processes of a session.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import socket
@@ -29,7 +27,6 @@ START_LIMIT_S = 240.0
 
 @cache
 def server() -> Path:
-    """Return the socket of this test process's server, which the first call starts."""
     folder = tempfile.TemporaryDirectory(prefix="warm-")
     atexit.register(folder.cleanup)
     path = Path(folder.name, "socket")
@@ -47,10 +44,7 @@ def server() -> Path:
 
 
 class WarmProcess(subprocess.Popen[Any]):
-    """A process like `subprocess.Popen([sys.executable, …])`, forked by the server.
-
-    It supports Popen's options for streams, `cwd`, `env` and `start_new_session`.
-    """
+    """A `subprocess.Popen([sys.executable, …])` with streams, `cwd`, `env` and `start_new_session`."""
 
     def _execute_child(self, args: Any, *more: Any) -> None:
         cwd, env = more[4:6]
@@ -72,7 +66,6 @@ class WarmProcess(subprocess.Popen[Any]):
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        """Return the same as waitpid: zeros while the process runs."""
         self._line.settimeout(0 if wait_flags & os.WNOHANG else None)
         try:
             seen = self._line.recv(1, socket.MSG_PEEK)
@@ -100,6 +93,13 @@ def run(command: list[Any], *, timeout: float = 120, **options: Any) -> subproce
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def cold(*words: Any, timeout: float = 900, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a Python program in a process of its own, with Tandem on its path, and return how it ended."""
+    env = options.pop("env", os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    options |= {"capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run([sys.executable, *words], check=False, env=env, **options)
 
 
 def warm_ray() -> None:

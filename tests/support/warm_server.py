@@ -30,11 +30,7 @@ IMPORTED = (  # not Ray, because its import reads settings from the environment
 
 
 def ask(path: object, request: dict[str, object], streams: list[int]) -> socket.socket:
-    """Request a process with these streams.
-
-    The answers are lines: its process id and later its status. The process is killed if the connection ends
-    first.
-    """
+    """Request a process; the answer is its id and later its status; if the connection ends, it is killed."""
     line = socket.socket(socket.AF_UNIX)
     line.connect(str(path))
     text = json.dumps(request).encode()
@@ -47,7 +43,6 @@ def ask(path: object, request: dict[str, object], streams: list[int]) -> socket.
 
 
 def stand_in() -> None:
-    """Run the command of this program in place of the interpreter."""
     words = sys.argv[1:]
     if not any(word.endswith("default_worker.py") for word in words):
         os.execv(sys.executable, [sys.executable, *words])
@@ -62,8 +57,6 @@ def stand_in() -> None:
 
 
 class Server:
-    """A server that forks a process for each request."""
-
     def __init__(self, path: str) -> None:
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(f"{path}.new")
@@ -79,10 +72,7 @@ class Server:
         os.rename(f"{path}.new", path)  # a client that sees the name can connect
 
     def serve(self) -> list[str] | None:
-        """Serve requests until standard input ends, and return None then.
-
-        In each child process, return the words of its program.
-        """
+        """Serve until standard input ends, and return None; in a child, return the words of its program."""
         with selectors.DefaultSelector() as ready:
             for source in (sys.stdin.fileno(), self.listener, self.awake):
                 ready.register(source, selectors.EVENT_READ)
@@ -175,7 +165,6 @@ def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
 
 
 def program(words: list[str]) -> None:
-    """Run these words like the interpreter."""
     if words[0].endswith("setup_worker.py"):  # Ray's worker; do the setup that this file would do
         parser = argparse.ArgumentParser()
         parser.add_argument("--serialized-runtime-env-context", default="{}")

@@ -1,7 +1,5 @@
 """Words of a config in short form, and tables of them with one row per line."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
