@@ -1,10 +1,5 @@
 """Samplers of prompts: the weights of the built-in sampler, a user's sampler in a file, and errors."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -46,7 +41,7 @@ class Deaf:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> PromptDataset:
+def dataset(tmp_path):
     """Return the last 14 of 24 rows. The ten rows before have more than four tokens and are dropped."""
     rows = [problem(a, b) for a in (15, 11, 7, 3) for b in range(2, 9)][4:]
     assert len(rows) == 24
@@ -55,16 +50,16 @@ def dataset(tmp_path: Path) -> PromptDataset:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return str(tmp_path / "own.py")
 
 
-def loaded(dataset: PromptDataset, path: str | None, name: str, **kwargs: Any) -> Any:
+def loaded(dataset, path, name, **kwargs):
     return load_sampler(dataset, path=path, name=name, batch_size=4, seed=0, kwargs=kwargs)
 
 
-def test_rows_are_drawn_by_the_variance_of_their_reward(dataset: PromptDataset) -> None:
+def test_rows_are_drawn_by_the_variance_of_their_reward(dataset):
     count = len(dataset)
     sampler = PassRateSampler(dataset, batch_size=1, seed=0, momentum=0.25, floor=0.01)
     rates = np.full(count, 0.5)
@@ -83,7 +78,7 @@ def test_rows_are_drawn_by_the_variance_of_their_reward(dataset: PromptDataset) 
     assert np.abs(found - expected).max() < 5 * np.sqrt(expected.max() / draws)
 
 
-def test_the_built_in_sampler_goes_on_from_its_state(dataset: PromptDataset) -> None:
+def test_the_built_in_sampler_goes_on_from_its_state(dataset):
     first, second = (PassRateSampler(dataset, batch_size=4, seed=seed) for seed in (1, 2))
     for _ in range(3):
         rows = np.array(first.draw(4))
@@ -94,16 +89,14 @@ def test_the_built_in_sampler_goes_on_from_its_state(dataset: PromptDataset) -> 
 
 
 @pytest.mark.parametrize("setting", [{"floor": 0.0}, {"momentum": 1.0}, {"start": 1.5}])
-def test_settings_out_of_range_are_named(dataset: PromptDataset, setting: dict[str, float]) -> None:
+def test_settings_out_of_range_are_named(dataset, setting):
     (name,) = setting
     with pytest.raises(ConfigError) as caught:
         loaded(dataset, None, "PassRateSampler", **setting)
     assert caught.value.field == f"data.sampler.kwargs.{name}"
 
 
-def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(
-    dataset: PromptDataset, own: str
-) -> None:
+def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(dataset, own):
     """A row's number is its place among the kept rows, not in the file."""
     sampler = loaded(dataset, own, "Own", start=5)
     batches = DrawnBatches(dataset, 3, sampler)
@@ -122,7 +115,7 @@ def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(
     assert same == second
 
 
-def test_prompts_are_recalled_by_their_uids(dataset: PromptDataset) -> None:
+def test_prompts_are_recalled_by_their_uids(dataset):
     epochs = [dataset.batch([1, 4, 2], uid_prefix=prefix) for prefix in ("0", "3")]
     uids = [epochs[1].non_tensor_batch["uid"][2], epochs[0].non_tensor_batch["uid"][0]]
     found = dataset.recall(uids)
@@ -134,7 +127,7 @@ def test_prompts_are_recalled_by_their_uids(dataset: PromptDataset) -> None:
     assert [record["data_source"] for record in dataset.records([0, 2])] == ["arithmetic"] * 2
 
 
-def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None:
+def test_what_is_no_sampler_is_refused(dataset, own):
     with pytest.raises(ConfigError) as caught:
         loaded(dataset, own, "Owm")
     assert "Own" in str(caught.value.expected)
@@ -146,7 +139,7 @@ def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None
     assert caught.value.field == "data.sampler.kwargs"
 
 
-def test_a_row_drawn_twice_is_refused(dataset: PromptDataset, own: str) -> None:
+def test_a_row_drawn_twice_is_refused(dataset, own):
     batches = DrawnBatches(dataset, 4, loaded(dataset, own, "Twice"))
     with pytest.raises(DataError, match="different rows") as caught:
         batches.batch(0)

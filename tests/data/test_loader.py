@@ -1,14 +1,9 @@
 """The order of batches: the rows of each epoch, and continuing from a saved state."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 
-from tandem.data.loader import BatchLoader, BatchOrder, EveryRow, Prefix, uids
+from tandem.data.loader import BatchLoader, BatchOrder, EveryRow, uids
 from tandem.data.mixture import EpochOrder
 from tandem.errors import DataError
 from tandem.protocol import DataProto
@@ -17,26 +12,26 @@ from tandem.protocol import DataProto
 class Numbers:
     """A dataset with rows 0 … n-1."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         self._count = count
         self.digests = np.arange(count, dtype=np.uint64)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._count
 
-    def batch(self, rows: Sequence[int], *, uid_prefix: Prefix) -> DataProto:
+    def batch(self, rows, *, uid_prefix):
         return DataProto(non_tensor_batch={"row": list(rows), "uid": uids(uid_prefix, list(rows))})
 
 
-def loader_of(count: int, size: int, *, shuffle: bool, seed: int) -> BatchLoader:
+def loader_of(count, size, *, shuffle, seed):
     return BatchLoader(Numbers(count), size, EpochOrder(shuffle=shuffle, seed=seed))
 
 
-def rows_of(loader: BatchLoader, batches: int) -> list[list[int]]:
+def rows_of(loader, batches):
     return [loader.next().non_tensor_batch["row"].tolist() for _ in range(batches)]
 
 
-def test_an_epoch_is_a_permutation_less_the_short_batch() -> None:
+def test_an_epoch_is_a_permutation_less_the_short_batch():
     loader = loader_of(11, 3, shuffle=True, seed=4)
     assert loader.steps_per_epoch == 3
     epochs = [[row for batch in rows_of(loader, 3) for row in batch] for _ in range(4)]
@@ -44,21 +39,21 @@ def test_an_epoch_is_a_permutation_less_the_short_batch() -> None:
     assert len({tuple(rows) for rows in epochs}) == 4 and loader.epoch == 3
 
 
-def test_the_seed_fixes_the_order_and_without_shuffle_it_is_the_files() -> None:
+def test_the_seed_fixes_the_order_and_without_shuffle_it_is_the_files():
     orders = [rows_of(loader_of(64, 8, shuffle=True, seed=seed), 20) for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     loader = loader_of(5, 2, shuffle=False, seed=0)
     assert rows_of(loader, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
-def test_uid_is_unique_over_epochs() -> None:
+def test_uid_is_unique_over_epochs():
     loader = loader_of(4, 2, shuffle=True, seed=0)
     uids = [uid for _ in range(6) for uid in loader.next().non_tensor_batch["uid"]]
     assert sorted(uids) == sorted(f"{epoch}-{row}" for epoch in range(3) for row in range(4))
 
 
 @pytest.mark.parametrize("taken", range(9))
-def test_resumed_loader_goes_on_exactly(taken: int) -> None:
+def test_resumed_loader_goes_on_exactly(taken):
     whole = rows_of(loader_of(11, 3, shuffle=True, seed=7), 12)
     first = loader_of(11, 3, shuffle=True, seed=7)
     rows_of(first, taken)
@@ -69,7 +64,7 @@ def test_resumed_loader_goes_on_exactly(taken: int) -> None:
     assert rows_of(second, 12 - taken) == whole[taken:]
 
 
-def test_state_is_plain_and_holds_epoch_position_seed() -> None:
+def test_state_is_plain_and_holds_epoch_position_seed():
     order = BatchOrder(4, 2, shuffle=True, seed=9)
     order.used = 3
     state = {"epoch": 1, "position": 2, "seed": 9, "shuffle": True, "stretches": [[0, 4]]}
@@ -81,7 +76,7 @@ def test_state_is_plain_and_holds_epoch_position_seed() -> None:
     (8, False, 0, "seed 0, shuffle False, rows 8"),
     (8, True, 1, "seed 1, shuffle True, rows 8"),
 ])  # fmt: skip
-def test_state_of_another_order_is_refused(rows: int, shuffle: bool, seed: int, got: str) -> None:
+def test_state_of_another_order_is_refused(rows, shuffle, seed, got):
     state = BatchOrder(8, 2, shuffle=True, seed=0).state_dict()
     order = BatchOrder(rows, 2, seed=seed, shuffle=shuffle)
     with pytest.raises(DataError) as caught:
@@ -91,7 +86,7 @@ def test_state_of_another_order_is_refused(rows: int, shuffle: bool, seed: int, 
 
 
 @pytest.mark.parametrize("taken", range(8))
-def test_rows_that_were_added_join_in_the_next_epoch(taken: int) -> None:
+def test_rows_that_were_added_join_in_the_next_epoch(taken):
     old, new = loader_of(11, 3, shuffle=True, seed=7), loader_of(16, 3, shuffle=True, seed=7)
     before = rows_of(old, taken)
     new.load_state_dict(old.state_dict())
@@ -107,7 +102,7 @@ def test_rows_that_were_added_join_in_the_next_epoch(taken: int) -> None:
         assert there == drawn[: len(there)].tolist()
 
 
-def test_data_that_grew_twice_go_on_exactly_in_between() -> None:
+def test_data_that_grew_twice_go_on_exactly_in_between():
     first = loader_of(8, 2, shuffle=True, seed=1)
     rows_of(first, 3)
     second = loader_of(10, 2, shuffle=True, seed=1)
@@ -125,13 +120,13 @@ def test_data_that_grew_twice_go_on_exactly_in_between() -> None:
     assert again.batch(2).non_tensor_batch["uid"].tolist() == first.batch(2).non_tensor_batch["uid"].tolist()
 
 
-def test_data_that_grew_before_the_first_step_are_new_at_once() -> None:
+def test_data_that_grew_before_the_first_step_are_new_at_once():
     grown = loader_of(10, 2, shuffle=False, seed=1)
     grown.load_state_dict(loader_of(8, 2, shuffle=False, seed=1).state_dict())
     assert grown.stretches == ((0, 10),)
 
 
-def test_a_batch_is_a_function_of_its_number() -> None:
+def test_a_batch_is_a_function_of_its_number():
     loader = loader_of(11, 3, shuffle=True, seed=7)
     in_order = [loader.next().non_tensor_batch["uid"].tolist() for _ in range(8)]
     asked = [7, 0, 3, 3, 5]
@@ -143,15 +138,13 @@ def test_a_batch_is_a_function_of_its_number() -> None:
 @pytest.mark.parametrize(("epoch", "position", "size", "used"), [
     (0, 0, 3, 0), (0, 4, 2, 2), (0, 4, 3, 2), (1, 6, 4, 4), (2, 8, 8, 3), (0, 8, 5, 1),
 ])  # fmt: skip
-def test_another_batch_size_goes_on_at_the_next_batch_that_repeats_no_row(
-    epoch: int, position: int, size: int, used: int
-) -> None:
+def test_another_batch_size_goes_on_at_the_next_batch_that_repeats_no_row(epoch, position, size, used):
     order = BatchOrder(8, size, shuffle=True, seed=1)
     order.load_state_dict({"epoch": epoch, "position": position, "seed": 1, "shuffle": True, "rows": 8})
     assert order.used == used
 
 
-def test_dataset_smaller_than_a_batch() -> None:
+def test_dataset_smaller_than_a_batch():
     with pytest.raises(DataError) as caught:
         loader_of(3, 4, shuffle=True, seed=0)
     error = caught.value
@@ -161,7 +154,7 @@ def test_dataset_smaller_than_a_batch() -> None:
 @pytest.mark.parametrize(
     ("size", "expected"), [(2, [[0, 1], [2, 3], [4]]), (None, [[0, 1, 2, 3, 4]]), (9, [[0, 1, 2, 3, 4]])]
 )
-def test_validation_batches_keep_the_last(size: int | None, expected: Any) -> None:
+def test_validation_batches_keep_the_last(size, expected):
     batches = EveryRow(Numbers(5), size)
     assert len(batches) == len(expected)
     for _ in range(2):

@@ -208,28 +208,16 @@ def nested(count=3, **others):
 
 
 EQUAL = [
-    lambda: np.array([1, 2]),
-    lambda: np.array([1.0, np.nan]),
-    lambda: float("nan"),
-    nested,
-    lambda: [nested()],
-    lambda: torch.tensor([1.0, torch.nan]),
-    lambda: Image("a", np.zeros(2)),
-]
+    lambda: np.array([1, 2]), lambda: np.array([1.0, np.nan]), lambda: float("nan"), nested,
+    lambda: [nested()], lambda: torch.tensor([1.0, torch.nan]), lambda: Image("a", np.zeros(2)),
+]  # fmt: skip
 DIFFERENT = [
-    (np.array([1, 2]), np.array([1, 3])),
-    (np.array([1, 2]), np.array([1, 2, 3])),
-    (np.array([1.0, np.nan]), np.array([np.nan, 1.0])),
-    (np.array([1]), [1]),
-    (nested(), nested(4)),
-    (nested(), nested(more=1)),
-    ((1, 2), [1, 2]),
-    (float("nan"), 1.0),
-    (torch.tensor([1.0]), 1.0),
-    (Image("a", np.zeros(2)), Image("a", np.ones(2))),
-    (Image("a", np.zeros(2)), Image("b", np.zeros(2))),
+    (np.array([1, 2]), np.array([1, 3])), (np.array([1, 2]), np.array([1, 2, 3])),
+    (np.array([1.0, np.nan]), np.array([np.nan, 1.0])), (np.array([1]), [1]), (nested(), nested(4)),
+    (nested(), nested(more=1)), ((1, 2), [1, 2]), (float("nan"), 1.0), (torch.tensor([1.0]), 1.0),
+    (Image("a", np.zeros(2)), Image("a", np.ones(2))), (Image("a", np.zeros(2)), Image("b", np.zeros(2))),
     (Undecided(), Undecided()),
-]
+]  # fmt: skip
 
 
 def objects(element):

@@ -8,19 +8,14 @@ from tandem.protocol import SamplingParams
 
 NAN, INF = math.nan, math.inf
 WRONG = [
-    ("temperature", "finite and >= 0", [-0.1, NAN, INF]),
-    ("top_k", ">= -1", [-2]),
-    ("top_p", "in (0, 1]", [0.0, 1.01, NAN]),
-    ("min_p", "in [0, 1]", [-0.1, 1.5, NAN]),
-    ("repetition_penalty", "finite and > 0", [0.0, NAN, INF]),
-    ("presence_penalty", "in [-2, 2]", [2.1, NAN]),
-    ("frequency_penalty", "in [-2, 2]", [-2.1]),
-    ("max_tokens", ">= 1", [0]),
-    ("min_tokens", "0 to max_tokens=16", [-1, 17]),
-    ("stop", "non-empty strings", [("a", "")]),
+    ("temperature", "finite and >= 0", [-0.1, NAN, INF]), ("top_k", ">= -1", [-2]),
+    ("top_p", "in (0, 1]", [0.0, 1.01, NAN]), ("min_p", "in [0, 1]", [-0.1, 1.5, NAN]),
+    ("repetition_penalty", "finite and > 0", [0.0, NAN, INF]), ("presence_penalty", "in [-2, 2]", [2.1, NAN]),
+    ("frequency_penalty", "in [-2, 2]", [-2.1]), ("max_tokens", ">= 1", [0]),
+    ("min_tokens", "0 to max_tokens=16", [-1, 17]), ("stop", "non-empty strings", [("a", "")]),
     ("logit_bias", "finite", [((3, NAN),), ((3, INF),)]),
     ("logit_bias", "each token once", [((3, 1.0), (3, 2.0))]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "expected", "values"), WRONG)

@@ -85,13 +85,10 @@ def test_what_is_popped_is_gone():
     assert (table.batch.keys(), table.meta_info.keys()) == ({"act"}, {"1"})
 
 
-@pytest.mark.parametrize(
-    ("times", "interleave", "letters"),
-    [
-        *((2, True, "aabbcc"), (2, False, "abcabc"), ([3, 1, 2], True, "aaabcc")),
-        (torch.tensor([1, 2, 3]), True, "abbccc"),
-    ],
-)
+@pytest.mark.parametrize(("times", "interleave", "letters"), [
+    *((2, True, "aabbcc"), (2, False, "abcabc"), ([3, 1, 2], True, "aaabcc")),
+    (torch.tensor([1, 2, 3]), True, "abbccc"),
+])  # fmt: skip
 def test_rows_repeated(times, interleave, letters):
     table = lettered(3).repeat(repeat_times=times, interleave=interleave)
     assert read(table) == ([" abc".index(letter) for letter in letters], letters)

@@ -1,13 +1,10 @@
 """Misbehaving reward functions fail in time, cost only their own scores, and leave no processes behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -114,32 +111,30 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 Made = Callable[..., Any]
 
 
-def texts(*words: str) -> list[Item]:
+def texts(*words):
     return [Item("any", word, None, index=row) for row, word in enumerate(words)]
 
 
 @pytest.fixture
-def hostile(tmp_path: Path, own: Made) -> Made:
+def hostile(tmp_path, own):
     """Return a function that loads a function with this body."""
     return lambda body: own(HEAD.format(folder=str(tmp_path), body=body))
 
 
-def scores(pool: Any, *words: str) -> list[float]:
+def scores(pool, *words):
     return [each.score for each in pool.score(texts(*words))]
 
 
-def ended(pid: int) -> bool:
+def ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def servers() -> list[psutil.Process]:
+def servers():
     return [each for each in psutil.Process().children() if "forkserver" in "".join(each.cmdline())]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_function_does_costs_its_own_score_alone(
-    kind: str, tmp_path: Path, hostile: Made, pool: Made
-) -> None:
+def test_what_a_function_does_costs_its_own_score_alone(kind, tmp_path, hostile, pool):
     """Each has a named outcome in time, and nothing that the function started remains."""
     body, score = KINDS[kind]
     made = pool(hostile(body), num_workers=1, timeout=TIMEOUT, on_error="zero")
@@ -159,16 +154,14 @@ def test_what_a_function_does_costs_its_own_score_alone(
     assert not daemon.exists() or ended(int(daemon.read_text()))
 
 
-def test_an_answer_names_its_failure_and_ends_the_run_where_that_is_asked_for(
-    hostile: Made, pool: Made
-) -> None:
+def test_an_answer_names_its_failure_and_ends_the_run_where_that_is_asked_for(hostile, pool):
     with pytest.raises(RewardError) as caught:
         pool(hostile("write(3, bytes(99)); return 1.0"), num_workers=2).score(texts("1", "attack", "3"))
     assert caught.value.field == "sample 1, row 1 of the data, data_source 'any'"
     assert "compute_score" in caught.value.message
 
 
-def test_what_a_thread_writes_between_batches_costs_no_score(hostile: Made, pool: Made) -> None:
+def test_what_a_thread_writes_between_batches_costs_no_score(hostile, pool):
     made = pool(hostile("threading.Timer(0.5, write, (3, b'x' * 50)).start(); return 1.0"), num_workers=1)
     assert scores(made, "attack") == [1.0]
     time.sleep(1.5)
@@ -176,7 +169,7 @@ def test_what_a_thread_writes_between_batches_costs_no_score(hostile: Made, pool
     assert made.counts == {"died": 1}
 
 
-def test_what_is_printed_has_a_limit(tmp_path: Path, hostile: Made, pool: Made) -> None:
+def test_what_is_printed_has_a_limit(tmp_path, hostile, pool):
     made = pool(hostile("for _ in range(100): os.write(1, b'x' * 10**6)\n    return 1.0"), num_workers=1)
     assert scores(made, "attack", "2") == [1.0, 2.0]
     made.close()
@@ -186,13 +179,13 @@ def test_what_is_printed_has_a_limit(tmp_path: Path, hostile: Made, pool: Made) 
     assert re.findall(r"\d{4,}", log) == [str(10**8 - forkserver.CALL_BYTES)]
 
 
-def test_a_log_that_is_full_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_is_full_takes_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(forkserver, "LOG_BYTES", 1000)
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     calls = bytearray(8)
     for call in range(20):
         calls[:] = call.to_bytes(8, "big")
-        printed = forkserver.Printed(log, calls)  # type: ignore[arg-type]
+        printed = forkserver.Printed(log, calls)
         printed.take(b"x" * 300)
         printed.tell()
     os.close(log)
@@ -200,13 +193,13 @@ def test_a_log_that_is_full_takes_no_more(tmp_path: Path, monkeypatch: pytest.Mo
     assert (tmp_path / "log").stat().st_size < 1200
 
 
-def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(own: Made, pool: Made) -> None:
+def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(own, pool):
     reward = own(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    ground_truth.append(1); extra_info['a'].append(1)\n"
         "    return len(ground_truth) + len(extra_info['a'])\n"
     )
-    truth: list[int] = []
+    truth = []
     for workers in (0, 1):
         scored = pool(reward, num_workers=workers).score([Item("any", "", truth, {"a": truth})] * 40)
         assert {s.score for s in scored} == {4.0}
@@ -215,18 +208,15 @@ def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(o
 
 ASYNC = {
     "cancels itself": "asyncio.current_task().cancel(); await asyncio.sleep(1)",
-    "never ends": "await asyncio.sleep(600)",
-    "blocks the loop": "time.sleep(600)",
+    "never ends": "await asyncio.sleep(600)", "blocks the loop": "time.sleep(600)",
     "raises in a gather": "await asyncio.gather(asyncio.sleep(0), fails())",
-    "exits in a task": "await asyncio.create_task(exits())",
-    "interrupts": "raise KeyboardInterrupt",
-    "stops the loop": "asyncio.get_running_loop().stop(); await asyncio.sleep(600)",
-    "forks": "os.fork()",
-}
+    "exits in a task": "await asyncio.create_task(exits())", "interrupts": "raise KeyboardInterrupt",
+    "stops the loop": "asyncio.get_running_loop().stop(); await asyncio.sleep(600)", "forks": "os.fork()",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-def test_an_asynchronous_function_costs_its_own_score_alone(kind: str, own: Made, pool: Made) -> None:
+def test_an_asynchronous_function_costs_its_own_score_alone(kind, own, pool):
     reward = own(
         "import asyncio, os, sys, time\n"
         "async def fails(): raise ValueError\n"
@@ -266,9 +256,7 @@ LINES = {"refused": 7, "status": 11, "late": 13, "deep": 16, "wrapped": 19, "nes
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_an_error_is_at_the_users_own_line_and_one_of_the_network_can_be_tried_again(
-    name: str, own: Made, pool: Made
-) -> None:
+def test_an_error_is_at_the_users_own_line_and_one_of_the_network_can_be_tried_again(name, own, pool):
     with pytest.raises(RewardError) as caught:
         pool(own(CLIENT.replace("GIVEN", GIVEN), name), num_workers=1).score(texts("a"))
     assert f"(own.py, line {LINES[name]})" in caught.value.message
@@ -287,9 +275,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("kind", IMPORTS)
-def test_a_file_that_cannot_be_loaded_is_named_in_time(
-    kind: str, own: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_loaded_is_named_in_time(kind, own, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
     body, said = IMPORTS[kind]
     with pytest.raises(RewardError) as caught:
@@ -298,7 +284,7 @@ def test_a_file_that_cannot_be_loaded_is_named_in_time(
     assert ("reward.timeout" in str(caught.value.remedy)) == ("hangs" in kind)
 
 
-def test_a_file_that_combines_has_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_combines_has_a_limit_too(tmp_path, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
     file = tmp_path / "own.py"
     file.write_text("import time; time.sleep(600)")
@@ -308,9 +294,7 @@ def test_a_file_that_combines_has_a_limit_too(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("body", ["time.sleep(600)", "os.kill(os.getpid(), 9)", "1 / 0", "os.fork()"])
-def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(
-    body: str, own: Made, pool: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(body, own, pool, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 1.0)
     head = f"import os, time\nif os.getpid() != {os.getpid()}: {body}\n"
     reward = own(f"{head}def compute_score({GIVEN}): return 1.0\n")
@@ -323,7 +307,7 @@ def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(
     assert caught.value.field == "custom_reward_function.path"
 
 
-def test_the_server_and_the_keepers_have_one_thread(hostile: Made, pool: Made) -> None:
+def test_the_server_and_the_keepers_have_one_thread(hostile, pool):
     pool(hostile("return 1.0"), num_workers=2).score(texts("1", "2", "3", "4"))
     (server,) = servers()
     keepers = server.children()
@@ -332,7 +316,7 @@ def test_the_server_and_the_keepers_have_one_thread(hostile: Made, pool: Made) -
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_a_server_that_dies_costs_no_batch(hostile: Made, pool: Made, suspended: bool) -> None:
+def test_a_server_that_dies_costs_no_batch(hostile, pool, suspended):
     """A suspended server does not take the request before it dies."""
     made = pool(hostile("os.kill(os.getpid(), 9)"), num_workers=1, on_error="zero")
     made.score(texts("1"))
@@ -347,7 +331,7 @@ def test_a_server_that_dies_costs_no_batch(hostile: Made, pool: Made, suspended:
     end.join()
 
 
-def test_a_program_with_many_open_files_gets_its_scores(hostile: Made, pool: Made) -> None:
+def test_a_program_with_many_open_files_gets_its_scores(hostile, pool):
     for each in servers():
         each.kill()  # the next process gets a socket with the same number
         each.wait(30)

@@ -1,11 +1,8 @@
 """Solutions that are run on tests: formats, comparisons, and attempts to pass without an answer."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -16,23 +13,23 @@ from tandem.rewards.pool import Pool
 from tandem.rewards.programs import compute_score, program_in, same_text, same_value, tests_of
 from tandem.sandbox import Run
 
-tests_of.__test__ = False  # type: ignore[attr-defined]
+tests_of.__test__ = False
 SOURCES = ("codecontests", "apps", "codeforces", "taco")
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
 NUMBERS = {"inputs": ["1\n", "21\n", "-4\n"], "outputs": ["2\n", "42\n", "-8\n"]}
 SQUARE = {"fn_name": "square", "inputs": ["3", "-5"], "outputs": ["9", "25"]}
 
 
-def scored(solution: str, truth: Any, **how: Any) -> dict[str, Any]:
+def scored(solution, truth, **how):
     return compute_score("taco", f"```python\n{solution}\n```", truth, None, **how)
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_sources_are_scored(source: str) -> None:
+def test_sources_are_scored(source):
     assert reward_for(source).function is compute_score
 
 
-def test_standard_input_and_output() -> None:
+def test_standard_input_and_output():
     found = compute_score("apps", f"So:\n{DOUBLE}\nDone.", json.dumps(NUMBERS))
     assert (found["score"], found["acc"], found["passed"], found["tests"]) == (1, 1, 3, 3)
     half = scored("n = int(input())\nprint(2 * n if n > 0 else n)", NUMBERS)
@@ -41,18 +38,18 @@ def test_standard_input_and_output() -> None:
     )
 
 
-def test_all_or_nothing_stops_at_the_first_failure() -> None:
+def test_all_or_nothing_stops_at_the_first_failure():
     found = scored("print(0)", NUMBERS, continuous=False)
     assert (found["score"], found["tests"]) == (0, 1)
     assert compute_score("apps", DOUBLE, NUMBERS, continuous=False)["score"] == 1
 
 
-def test_ten_tests_are_run() -> None:
+def test_ten_tests_are_run():
     numbers = {"inputs": [str(n) for n in range(12)], "outputs": ["x"] * 12}
     assert scored("print('x')", numbers)["tests"] == 10
 
 
-def test_functions_and_methods() -> None:
+def test_functions_and_methods():
     assert scored("def square(n): return n * n", SQUARE)["score"] == 1
     assert scored("class Solution:\n    def square(self, n: int): return n * n", SQUARE)["score"] == 1
     assert scored("def square(n): return abs(n) * 3", SQUARE)["score"] == 0.5
@@ -63,12 +60,12 @@ def test_functions_and_methods() -> None:
     assert scored(chatty, SQUARE)["score"] == 1
 
 
-def test_a_result_that_is_no_json_says_so() -> None:
+def test_a_result_that_is_no_json_says_so():
     found = scored("def square(n): return {n}", SQUARE)
     assert (found["score"], found["unserialisable"]) == (0, 2)
 
 
-def test_statements() -> None:
+def test_statements():
     plain = {"assert_case": ["assert square(3) == 9", "assert square(-5) == 25"]}
     found = scored("def square(n): return n * n", plain)
     assert (found["score"], found["cooperative"]) == (1, 0)
@@ -79,7 +76,7 @@ def test_statements() -> None:
     assert scored("import os; os._exit(0)", executed)["score"] == 0
 
 
-def test_a_program_that_takes_long_is_counted() -> None:
+def test_a_program_that_takes_long_is_counted():
     sandbox.use(sandbox.Place(limits=sandbox.Limits(1.0, 512)))
     try:
         found = scored("while True: pass", {"inputs": [""], "outputs": [""]})
@@ -91,7 +88,7 @@ def test_a_program_that_takes_long_is_counted() -> None:
 @pytest.mark.parametrize(
     "truth", ["[]", "{}", {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, "x"]
 )
-def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
+def test_a_ground_truth_without_tests_is_an_error(truth):
     with pytest.raises(ValueError, match=r"ground truth|Expecting"):
         scored("", truth)
 
@@ -134,15 +131,15 @@ FORGED = {  # each solution claims the answer without knowing it
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_an_answer_cannot_be_forged(name: str) -> None:
+def test_an_answer_cannot_be_forged(name):
     assert scored(FORGED[name], NINETY_THREE)["passed"] == 0
     assert scored(FORGED[name], {"inputs": ["93"], "outputs": ["81"]})["passed"] == 0
 
 
-def test_the_expected_value_is_in_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+def test_the_expected_value_is_in_no_program(monkeypatch):
+    seen = []
 
-    def watch(program: str, stdin: str) -> Run:
+    def watch(program, stdin):
         seen.append(program + stdin)
         return Run("finished")
 
@@ -162,11 +159,11 @@ def test_the_expected_value_is_in_no_program(monkeypatch: pytest.MonkeyPatch) ->
     ("10000000001", "10000000000", False), ("3.14", "3.15", False), ("nan", "1.5", False),
     ("1.5", "nan", False), ("inf", "1e308", False), ("YES", "yes", False),
 ])  # fmt: skip
-def test_outputs_are_compared_by_words(given: str, expected: str, same: bool) -> None:
+def test_outputs_are_compared_by_words(given, expected, same):
     assert same_text(given, expected) is same
 
 
-def test_numbers_have_a_tolerance() -> None:
+def test_numbers_have_a_tolerance():
     draw = random.Random()
     for _ in range(500):
         wanted = draw.uniform(-1, 1) * 10 ** draw.randint(-6, 6)
@@ -176,7 +173,7 @@ def test_numbers_have_a_tolerance() -> None:
         assert same_text(repr(given), repr(wanted)) is near
 
 
-def test_values_are_compared_as_json() -> None:
+def test_values_are_compared_as_json():
     assert same_value("[1, 2]", [1, 2]) and same_value("[1]", [[1]]) and same_value('{"1": 2}', {"1": 2})
     assert not same_value("[2, 1]", [1, 2]) and not same_value("", None) and not same_value("[" * 10**6, [])
 
@@ -185,12 +182,12 @@ def test_values_are_compared_as_json() -> None:
     ("x\n```python\na\n```\ny\n```python\nb\n```\nz", "\nb\n"), ("```py\na\n```", "a\n"),
     ("```\na\n```", "\na\n".lstrip("\n")), ("print(1)", "print(1)"), ("```python\nprint(1)", "\nprint(1)"),
 ])  # fmt: skip
-def test_the_program_in_a_response(response: str, program: str) -> None:
+def test_the_program_in_a_response(response, program):
     assert program_in(response).strip() == program.strip()
 
 
-def test_the_pool_runs_programs() -> None:
-    said: list[str] = []
+def test_the_pool_runs_programs():
+    said = []
     config = RewardConfig(num_workers=2, sandbox=SandboxConfig(timeout=1.5, memory_limit_mb=256))
     check_sources(["taco", "gsm8k"], None, config.sandbox, said.append)
     assert len(said) == 1 and said[0].startswith("programs that answer taco run here, under ")

@@ -1,13 +1,9 @@
 """The ready-made rules: scores and explanations on handmade and random texts, alone, in sums, from Python."""
 
-from __future__ import annotations
-
 import functools
 import random
 import time
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ from tandem.rewards import Item, Pool, Scored, own_reward, rules, score
 from tests.rewards.test_instructions import KEPT
 
 
-def right(found: dict[str, Any]) -> bool:
+def right(found):
     assert found["score"] == found["acc"]
     return bool(found["score"])
 
@@ -36,13 +32,13 @@ def right(found: dict[str, Any]) -> bool:
     ("The answer is not B", None), ("the answer is a dog", None), ("I think so", None),
     ("A dog is no answer", None), (r"\boxed{Paris}", None), ("", None),
 ])  # fmt: skip
-def test_choice(response: str, chosen: str | None) -> None:
+def test_choice(response, chosen):
     assert rules.choice(response, "B")["pred"] == chosen
     assert right(rules.choice(response, "B")) == (chosen == "B")
     assert not right(rules.choice(response, "D"))
 
 
-def test_choice_names_its_truth() -> None:
+def test_choice_names_its_truth():
     for truth in ("C", "(c)", "C. Rome", 2, "2"):
         assert right(rules.choice("C", truth))
     assert rules.choice("no", "C")["why"] == "no answer found"
@@ -60,17 +56,17 @@ def test_choice_names_its_truth() -> None:
     ("10000000000000000000000000000001", "10000000000000000000000000000000", {}, False),
     ("8", ["7", "8"], {}, True), ("none", "8", {"absolute": 100}, False),
 ])  # fmt: skip
-def test_numeric(response: str, truth: Any, limits: dict[str, float], expected: bool) -> None:
+def test_numeric(response, truth, limits, expected):
     assert right(rules.numeric(response, truth, **limits)) is expected
     assert right(rules.numeric(response, None, {"ground_truth": truth}, **limits)) is expected
 
 
-def test_numeric_wants_a_number() -> None:
+def test_numeric_wants_a_number():
     with pytest.raises(ValueError, match="right answer 'x' is not a number"):
         rules.numeric("5", "x")
 
 
-def test_exact() -> None:
+def test_exact():
     assert right(rules.exact("<think>hm</think>\n New  York\n", "New York"))
     assert right(rules.exact("why <answer>b</answer>", ["a", "b"]))
     assert not right(rules.exact("new york", "New York"))
@@ -80,7 +76,7 @@ def test_exact() -> None:
         rules.exact("x")
 
 
-def test_patterns_that_backtrack_for_ever_end() -> None:
+def test_patterns_that_backtrack_for_ever_end():
     assert right(rules.matches("the year 1984.", r"\b\d{4}\b"))
     assert not right(rules.matches("the year 1984.", r"\d{4}", whole=True))
     found = rules.matches("a" * 5000 + "!", r"(a|a)+b", seconds=0.2)
@@ -97,13 +93,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}, "required":
     ("{}", "at $: 'a' is a required property"), ("{", "no JSON: "), ("[" * 100_000, "no JSON: "),
     ("", "no JSON: "),
 ])  # fmt: skip
-def test_json_schema(response: str, telling: str) -> None:
+def test_json_schema(response, telling):
     for schema in (SCHEMA, '{"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}'):
         found = rules.json_schema(response, schema)
         assert right(found) == (not telling) and telling in found["why"]
 
 
-def test_a_schema_fetches_nothing() -> None:
+def test_a_schema_fetches_nothing():
     with pytest.raises(Exception, match="Unresolvable"):
         rules.json_schema("1", {"$ref": "http://localhost:1/schema.json"})
 
@@ -118,14 +114,14 @@ def test_a_schema_fetches_nothing() -> None:
     ("(" * 5000, 0.0, "no expression found"), ("-" * 190 + "3+3+5", 0.1, "is 11"),
     ("I do not know", 0.0, "no expression found"),
 ])  # fmt: skip
-def test_countdown(response: str, score_: float, telling: str) -> None:
+def test_countdown(response, score_, telling):
     found = rules.countdown(response, [3, 3, 5], 24, form=0.1)
     assert found["score"] == score_ and telling in found["why"]
     truth = {"ground_truth": {"numbers": [3, 3, 5], "target": 24}}
     assert rules.countdown(response, reward_model=truth, form=0.1) == found
 
 
-def test_countdown_is_exact() -> None:
+def test_countdown_is_exact():
     assert rules.countdown("8/(3-8/3)", [8, 3, 8, 3], 24)["score"] == 1.0
 
 
@@ -144,23 +140,23 @@ FORM = "<think>a</think><answer>b</answer>"
     (FORM + FORM, "<think> is there too often"),
     ("", "<think> is missing"),
 ])  # fmt: skip
-def test_format(response: str, why: str) -> None:
+def test_format(response, why):
     found = rules.format(response)
     assert found == {"score": float(why == "matches the template"), "why": why}
 
 
-def test_other_templates() -> None:
+def test_other_templates():
     assert rules.format("a</think><answer>b</answer>", prefilled="<think>")["score"] == 1
     assert rules.format("hm\nAnswer: 3", template="...Answer: …")["score"] == 1
     assert rules.format("Answer: 3", template="…Answer: …")["why"] == "no text before Answer:"
     assert rules.format("Answer: 3", template="Answer: …")["score"] == 1
 
 
-def test_length() -> None:
+def test_length():
     texts = ["abcd ef", [{"role": "assistant", "content": ""}], "x" * 300]
     ids = [[1, 2, 3], [], [1] * 300]
 
-    def scores(**bounds: Any) -> list[float]:
+    def scores(**bounds):
         return [found["score"] for found in rules.length(texts, ids, **bounds)]
 
     assert scores() == [0, 0, 0]
@@ -173,7 +169,7 @@ def test_length() -> None:
     assert rules.length(texts, ids, most=200)[2]["why"] == "300 tokens, not 200"
 
 
-def test_repetition_against_counting() -> None:
+def test_repetition_against_counting():
     chance = random.Random(5)
     for _ in range(50):
         words = [chance.choice("abc") for _ in range(chance.randrange(12))]
@@ -189,7 +185,7 @@ def test_repetition_against_counting() -> None:
     ("héllo мир", "Latin", 5 / 8), ("мир 你", ["Cyrillic", "Han"], 1), ("12 + 3", "Latin", 1),
     ("ひらカタ漢字", ("Han", "Hiragana", "Katakana"), 1), ("abc", "Greek", 0),
 ])  # fmt: skip
-def test_language(response: str, script: Any, share: float) -> None:
+def test_language(response, script, share):
     assert rules.language(response, script)["score"] == pytest.approx(share)
 
 
@@ -200,7 +196,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("unit", HOSTILE)
-def test_bounded_rules_take_little_time_on_any_text(unit: str) -> None:
+def test_bounded_rules_take_little_time_on_any_text(unit):
     text = (unit * 100_000)[:100_000]
     start = time.process_time()
     for name, (arguments, _, _) in KEPT.items():
@@ -215,7 +211,7 @@ def test_bounded_rules_take_little_time_on_any_text(unit: str) -> None:
     assert time.process_time() - start < 3
 
 
-def terms(*given: dict[str, Any]) -> CustomRewardConfig:
+def terms(*given):
     rows = [{"path": "tandem.rewards.rules", **each} for each in given]
     return CustomRewardConfig.model_validate({"terms": rows})
 
@@ -230,7 +226,7 @@ EXPECTED = Scored(
 )
 
 
-def test_rules_are_summed_from_a_config() -> None:
+def test_rules_are_summed_from_a_config():
     length = {"name": "length", "weight": 0.1, "reward_kwargs": {"target": 8}}
     own = own_reward(terms({"name": "numeric"}, length, {"name": "repetition"}))
     assert own is not None and own.reads.needs == ("prompt",) and all(part.bounded for part in own.parts)
@@ -238,7 +234,7 @@ def test_rules_are_summed_from_a_config() -> None:
     assert found == EXPECTED and found.right
 
 
-def test_rules_come_from_python(tmp_path: Path) -> None:
+def test_rules_come_from_python(tmp_path):
     rewards = {rules.numeric: 1.0, functools.partial(rules.length, target=8): 0.1, rules.repetition: 1}
     keys = reward_keys(rewards, tmp_path)
     config = CustomRewardConfig.model_validate(
@@ -249,7 +245,7 @@ def test_rules_come_from_python(tmp_path: Path) -> None:
     assert score([ITEM], own) == [EXPECTED]
 
 
-def test_two_rules_of_one_name_are_told_apart_by_labels() -> None:
+def test_two_rules_of_one_name_are_told_apart_by_labels():
     patterns = [{"name": "matches", "label": f"has {x}", "reward_kwargs": {"pattern": x}} for x in "7x"]
     (found,) = score([ITEM], own_reward(terms(*patterns)))
     assert found.extra["has 7"] == 1 and found.extra["has x"] == 0
@@ -259,6 +255,6 @@ def test_two_rules_of_one_name_are_told_apart_by_labels() -> None:
     ("name", "needs"),
     [("matches", "pattern"), ("json_schema", "schema"), ("instructions", "instruction_id_list")],
 )
-def test_what_a_rule_lacks_is_missing_before_it_is_called(name: str, needs: str) -> None:
+def test_what_a_rule_lacks_is_missing_before_it_is_called(name, needs):
     own = own_reward(terms({"name": name}))
     assert own is not None and own.reads.needs == ("prompt", needs)

@@ -1,7 +1,5 @@
 """Reward functions of every style, loaded from a user's file and called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +15,16 @@ Load = Callable[..., Any]
 
 
 @pytest.fixture
-def load(own: Load) -> Load:
+def load(own):
     """Return a function that writes a file with the function `f`, and loads it."""
     return lambda code, **kwargs: own(code, "f", **kwargs)
 
 
-def item(response: str, uid: str = "p", prompt: Any = "1+1=", **columns: Any) -> Item:
+def item(response, uid="p", prompt="1+1=", **columns):
     return Item("data", response, None, {}, 0, {"prompt": prompt, **columns}, uid, (5, 6))
 
 
-def scores(reward: Any, *items: Item) -> list[float]:
+def scores(reward, *items):
     return [each.score for each in score(items, reward)]
 
 
@@ -40,9 +38,7 @@ def scores(reward: Any, *items: Item) -> list[float]:
     ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
     ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
 ])  # fmt: skip
-def test_the_columns_a_function_reads_are_its_other_parameters(
-    load: Load, parameters: str, needs: tuple[str, ...], optional: tuple[str, ...] | None
-) -> None:
+def test_the_columns_a_function_reads_are_its_other_parameters(load, parameters, needs, optional):
     reward = load(f"def f({parameters}): return 0.0")
     assert reward.reads == Reads(needs, optional)
 
@@ -53,17 +49,17 @@ def test_the_columns_a_function_reads_are_its_other_parameters(
     ("completions, trainer_state", "takes trainer_state"),
     ("solution_str, ground_truth", "cannot be called as needed"),
 ])  # fmt: skip
-def test_an_unclear_signature_is_an_error(load: Load, parameters: str, problem: str) -> None:
+def test_an_unclear_signature_is_an_error(load, parameters, problem):
     with pytest.raises(RewardError, match=problem):
         load(f"def f({parameters}): return 0.0")
 
 
-def test_a_misspelt_parameter_is_named(load: Load) -> None:
+def test_a_misspelt_parameter_is_named(load):
     with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\?"):
         load("def f(prompt, respnse, answer): return 0.0")
 
 
-def test_misspelt_arguments_are_refused_before_any_call(load: Load) -> None:
+def test_misspelt_arguments_are_refused_before_any_call(load):
     code = "def f(prompt, response, bonus=0.0): return bonus"
     with pytest.raises(RewardError, match="did you mean bonus") as caught:
         load(code, bonsu=1)
@@ -72,7 +68,7 @@ def test_misspelt_arguments_are_refused_before_any_call(load: Load) -> None:
     assert load("def f(prompt, response, **more): return 0.0", bonsu=1).kwargs == {"bonsu": 1}
 
 
-def test_one_response_at_a_time(load: Load) -> None:
+def test_one_response_at_a_time(load):
     reward = load(
         "async def f(prompt, response, answer, bonus, hint=7):\n"
         "    return {'score': (response == answer) + bonus, 'hint': hint, 'len': len(prompt)}",
@@ -83,7 +79,7 @@ def test_one_response_at_a_time(load: Load) -> None:
     assert [each.extra for each in found] == [{"hint": 7, "len": 4}, {"hint": 1, "len": 4}]
 
 
-def test_a_batch_and_a_group(load: Load) -> None:
+def test_a_batch_and_a_group(load):
     items = [item("a", "p", k=1), item("b", "q", k=2), item("ccc", "p", k=3)]
     batch = load("def f(responses, k): return [len(r) * x for r, x in zip(responses, k)]")
     assert scores(batch, *items) == [1, 2, 9]
@@ -94,7 +90,7 @@ def test_a_batch_and_a_group(load: Load) -> None:
         scores(short, *items)
 
 
-def test_a_function_of_trls(load: Load) -> None:
+def test_a_function_of_trls(load):
     code = """
 async def f(prompts, completions, completion_ids, answer, log_extra, log_metric, **kwargs):
     assert kwargs.keys() <= {"hint"}, kwargs
@@ -118,13 +114,13 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
     assert scores(load("def f(completions): return [len(c) for c in completions]"), item("abc")) == [3]
 
 
-def test_terms_of_one_name_are_an_error(load: Load) -> None:
+def test_terms_of_one_name_are_an_error(load):
     reward = load("def f(response): return 1.0")
     with pytest.raises(RewardError, match="own name"):
         WeightedSum((("f", reward, 1.0), ("f", reward, 1.0)))
 
 
-def test_calls_of_an_asynchronous_function_wait_side_by_side(load: Load) -> None:
+def test_calls_of_an_asynchronous_function_wait_side_by_side(load):
     code = """
 import asyncio
 barrier = asyncio.Barrier(30)
@@ -139,7 +135,7 @@ async def f(response):
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
-def test_an_asynchronous_function_cannot_end_the_process(load: Load, end: str) -> None:
+def test_an_asynchronous_function_cannot_end_the_process(load, end):
     code = f"import asyncio, os, sys\nasync def f(response):\n    await asyncio.sleep(0)\n    {end}"
     with pytest.raises(RewardError, match="exit status 3"):
         scores(load(code), item("a"), item("b"))
@@ -152,7 +148,7 @@ ROW = {"prompt": "1+1=", "completion": "3", "completions": ["3"], "completion_id
 
 
 @pytest.mark.parametrize("name", ["completion", "completions", "completion_ids"])
-def test_a_completion_column_of_trls_is_no_problem(name: str) -> None:
+def test_a_completion_column_of_trls_is_no_problem(name):
     form = PromptForm(needs=("answer",))
     assert form.problem({"prompt": "1+1=", "answer": "2", name: ROW[name]}) is None
     assert "column name response" in str(form.problem({"prompt": "1+1=", "answer": "2", "response": "3"}))
@@ -163,7 +159,7 @@ def test_a_completion_column_of_trls_is_no_problem(name: str) -> None:
     ("prompts, responses", {"prompts": ["1+1="], "responses": ["2"], "answer": ["2"]}),
     ("prompt, response", {"prompt": "1+1=", "response": "2", "answer": "2"}),
 ])  # fmt: skip
-def test_functions_are_given_what_the_policy_wrote(load: Load, parameters: str, given: Any) -> None:
+def test_functions_are_given_what_the_policy_wrote(load, parameters, given):
     """The rows of TRL's datasets have completions beside their prompts."""
     reward = load(f"def f({parameters}, **columns): ...")
     found = reward.arguments([Item("data", "2", None, {}, 0, ROW, "0-0", (5, 6))])

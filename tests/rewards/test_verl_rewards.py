@@ -1,7 +1,5 @@
 """The results of verl 0.9.1's reward functions: its column of odd formats, and scores on plain responses."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -65,16 +63,16 @@ PLAIN: list[tuple[str, str, Any]] = [
 ]  # fmt: skip
 
 
-def scores_of_verl(cases: list[Any], folder: Path) -> list[float | None]:
+def scores_of_verl(cases, folder):
     (folder / "in.json").write_text(json.dumps(cases), encoding="utf-8")
     script = ROOT / "benchmarks" / "peers" / "verl_rewards.py"
     command = [PYTHON, script, folder / "in.json", folder / "out.json"]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
-    found: list[float | None] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
+    found = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     return found
 
 
-def test_the_column_of_verl(tmp_path: Path) -> None:
+def test_the_column_of_verl(tmp_path):
     cases = [[source, odd.response(source), odd.truth] for odd in ODD for source in FORMS]
     found = iter(scores_of_verl(cases, tmp_path))
     for odd in ODD:
@@ -83,7 +81,7 @@ def test_the_column_of_verl(tmp_path: Path) -> None:
         assert "".join(shown) == odd.verl, odd
 
 
-def test_plain_responses_get_the_scores_of_verl(tmp_path: Path) -> None:
+def test_plain_responses_get_the_scores_of_verl(tmp_path):
     found = scores_of_verl(PLAIN, tmp_path)
     unscored = {case[0] for case, theirs in zip(PLAIN, found, strict=True) if theirs is None}
     assert unscored <= {"hiyouga/geometry3k"}  # verl needs mathruler for this source

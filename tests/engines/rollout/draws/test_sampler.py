@@ -48,13 +48,10 @@ def check_draws(logits, params, numbers, tolerance=1e-9):
 
 
 CASES = {
-    "plain": SamplingParams(),
-    "tempered": SamplingParams(temperature=0.7),
-    "top_k": SamplingParams(top_k=40),
-    "top_p": SamplingParams(top_p=0.9),
-    "min_p": SamplingParams(min_p=0.1),
+    "plain": SamplingParams(), "tempered": SamplingParams(temperature=0.7), "top_k": SamplingParams(top_k=40),
+    "top_p": SamplingParams(top_p=0.9), "min_p": SamplingParams(min_p=0.1),
     "all": SamplingParams(temperature=1.3, min_p=0.02, top_k=60, top_p=0.95),
-}
+}  # fmt: skip
 
 
 def count_draws(logits, params, draws, rows=20_000):
@@ -136,15 +133,10 @@ def test_vocabularies_of_any_size(size, scale, params, tolerance, dtype):
     assert size < 5000 or len(set(tokens.tolist())) > 700
 
 
-@pytest.mark.parametrize(
-    ("params", "kept"),
-    [
-        (SamplingParams(top_k=1), {1, 3, 6}),
-        (SamplingParams(top_k=4), {1, 2, 3, 5, 6}),
-        (SamplingParams(top_p=0.1), {1, 3, 6}),
-        (SamplingParams(min_p=1.0), {1, 3, 6}),
-    ],
-)
+@pytest.mark.parametrize(("params", "kept"), [
+    (SamplingParams(top_k=1), {1, 3, 6}), (SamplingParams(top_k=4), {1, 2, 3, 5, 6}),
+    (SamplingParams(top_p=0.1), {1, 3, 6}), (SamplingParams(min_p=1.0), {1, 3, 6}),
+])  # fmt: skip
 def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
     logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 0.0, 1.0, 3.0])
     numbers = np.linspace(0, ALMOST_ONE, 200)

@@ -36,22 +36,13 @@ def count(text, part):
     return sum(text.startswith(part, i) for i in range(len(text)))
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "end"),
-    [
-        ([b"a", b"</", b"END", b"a"], ("</END",), 3),
-        ([b"a", b"</", b"END"], ("/E",), 3),
-        ([b"END"], ("N",), 1),
-        ([b"ab", b"ab"], ("bab", "never"), 2),
-        ([bytes([b]) for b in "€".encode()] + [b"a"], ("€",), 3),
-        ([b"a"] + [bytes([b]) for b in "😀é".encode()], ("😀é",), 7),
-        ([b"a", b"", b"", b"ba"], ("ab",), 4),
-        ([b"\n\n"], ("\n",), 1),
-        ([b"a", b"ba", b"END"], ("D!",), None),
-        ([b"a"] * 40, ("aaa" * 13,), 39),
-        ([b"a" * 9] * 30 + [b"</", b"END"], ("</END",), 32),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "stop", "end"), [
+    ([b"a", b"</", b"END", b"a"], ("</END",), 3), ([b"a", b"</", b"END"], ("/E",), 3), ([b"END"], ("N",), 1),
+    ([b"ab", b"ab"], ("bab", "never"), 2), ([bytes([b]) for b in "€".encode()] + [b"a"], ("€",), 3),
+    ([b"a"] + [bytes([b]) for b in "😀é".encode()], ("😀é",), 7), ([b"a", b"", b"", b"ba"], ("ab",), 4),
+    ([b"\n\n"], ("\n",), 1), ([b"a", b"ba", b"END"], ("D!",), None), ([b"a"] * 40, ("aaa" * 13,), 39),
+    ([b"a" * 9] * 30 + [b"</", b"END"], ("</END",), 32),
+])  # fmt: skip
 def test_the_token_that_completes_a_string_ends_the_response(pieces, stop, end):
     assert ends(tokens_of(*pieces), stop) == end
 

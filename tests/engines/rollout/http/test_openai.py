@@ -150,21 +150,18 @@ def test_the_model_must_be_clear(server, make, models):
         assert len(generate(make(server, model="two"), requests(1))) == 1
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "message", "got"),
-    [
-        ("token_ids", EngineError, "token ids", "/v1/completions"),
-        ("logprobs", EngineError, "log-probs", "/v1/completions"),
-        ("echo", EngineError, "token 2 differs", "4, 4 tokens in all"),
-        ("error", EngineError, "reported an error", "out of memory"),
-        ("garbage", EngineError, "not JSON", "{oops"),
-        ("other stop", EngineError, "stop tokens", "finish reason 'stop'"),
-        ("short", ServerLost, "ended before", "1 tokens"),
-        ("drop", ServerLost, "broke during the answer", "RemoteProtocolError"),
-        ("500", ServerLost, "refused", '500 {"error": "500 as planned"}'),
-        ("400", Refused, "refused", '400 {"error": "400 as planned"}'),
-    ],
-)
+@pytest.mark.parametrize(("fault", "kind", "message", "got"), [
+    ("token_ids", EngineError, "token ids", "/v1/completions"),
+    ("logprobs", EngineError, "log-probs", "/v1/completions"),
+    ("echo", EngineError, "token 2 differs", "4, 4 tokens in all"),
+    ("error", EngineError, "reported an error", "out of memory"),
+    ("garbage", EngineError, "not JSON", "{oops"),
+    ("other stop", EngineError, "stop tokens", "finish reason 'stop'"),
+    ("short", ServerLost, "ended before", "1 tokens"),
+    ("drop", ServerLost, "broke during the answer", "RemoteProtocolError"),
+    ("500", ServerLost, "refused", '500 {"error": "500 as planned"}'),
+    ("400", Refused, "refused", '400 {"error": "400 as planned"}'),
+])  # fmt: skip
 def test_a_failure_is_reported_once_and_names_server_and_request(server, make, fault, kind, message, got):
     engine, wanted = make(server, max_num_seqs=1), requests(3)
     server.faults.append(fault)

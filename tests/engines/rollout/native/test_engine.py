@@ -49,11 +49,9 @@ def test_the_next_turn_computes_only_what_is_new(tiny):
     assert engine.stats()["prefill_tokens"] == 53
 
 
-@pytest.mark.parametrize(
-    ("options", "samples", "prefilled"),
-    [({"max_num_seqs": 2}, 4, 80), ({"max_num_batched_tokens": 16}, 1, 16 + 40)],
-    ids=["samples wait", "half computed"],
-)
+@pytest.mark.parametrize(("options", "samples", "prefilled"), [
+    ({"max_num_seqs": 2}, 4, 80), ({"max_num_batched_tokens": 16}, 1, 16 + 40),
+], ids=["samples wait", "half computed"])  # fmt: skip
 def test_a_prompt_is_computed_anew_under_new_weights(tiny, options, samples, prefilled):
     engine = native(tiny(), **options)
     engine.submit([request("a", sample, 40, max_tokens=3) for sample in range(samples)])

@@ -78,17 +78,10 @@ def test_an_override_that_is_not_free_is_what_is_named(host):
     assert "stop other programs" in caught.value.remedy and "max_num_seqs" not in caught.value.remedy
 
 
-@pytest.mark.parametrize(
-    ("asked", "rows", "held", "wanted"),
-    [
-        ([3, 4, 5], 10, 0, 12),
-        ([3, 4, 5], 2, 0, 10),
-        ([60, 70], 10, 0, 100),
-        ([3, 4, 5], 10, 11, 22),
-        ([3, 4, 5], 10, 12, 12),
-        ([60, 70], 10, 90, 100),
-    ],
-)
+@pytest.mark.parametrize(("asked", "rows", "held", "wanted"), [
+    ([3, 4, 5], 10, 0, 12), ([3, 4, 5], 2, 0, 10), ([60, 70], 10, 0, 100), ([3, 4, 5], 10, 11, 22),
+    ([3, 4, 5], 10, 12, 12), ([60, 70], 10, 90, 100),
+])  # fmt: skip
 def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch, asked, rows, held, wanted):
     monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * 7)
     assert CacheRoom(CPU, 0.5, 16).wanted(asked, rows, held, per_block=7) == wanted
@@ -156,13 +149,13 @@ H100 = 85_029_158_912  # bytes that the driver reports for an 80 GB device
 NEED = CacheDemand(256, 7680, 480, 16 * PER_TOKEN, 16)
 
 
-def trained(parameter_bytes: int, total: int = H100) -> DeviceMemory:
+def trained(parameter_bytes, total=H100):
     """Return a device that holds the training state and the rollout's bf16 copy."""
     weights = 2 * PARAMETERS
     return DeviceMemory(total, parameter_bytes * PARAMETERS + weights, weights)
 
 
-def told(memory: DeviceMemory, utilization: float) -> str:
+def told(memory, utilization):
     return cache_message(NEED, memory.cache(utilization) // (16 * PER_TOKEN), memory, utilization)
 
 

@@ -36,13 +36,10 @@ MODULE_ONLY = ["gemma", "gemma2", "gemma3_text"]
 # Whole prompts, chunks with earlier context, decode, and all of them mixed: of each sequence its number, and
 # the first and last + 1 of the tokens that run. Sequence 2 starts on a block that it shares with sequence 0.
 STEPS = [
-    [(0, 0, 18), (1, 0, 1)],
-    [(0, 18, 19), (2, 16, 33), (1, 1, 2), (3, 0, 5)],
-    [(3, 5, 36), (0, 19, 20), (1, 2, 3)],
-    [(3, 36, 39), (2, 33, 34)],
-    [(2, 34, 35), (3, 39, 40), (0, 20, 21), (1, 3, 4)],
-    [(1, 4, 5), (0, 21, 22), (3, 40, 41)],
-]
+    [(0, 0, 18), (1, 0, 1)], [(0, 18, 19), (2, 16, 33), (1, 1, 2), (3, 0, 5)],
+    [(3, 5, 36), (0, 19, 20), (1, 2, 3)], [(3, 36, 39), (2, 33, 34)],
+    [(2, 34, 35), (3, 39, 40), (0, 20, 21), (1, 3, 4)], [(1, 4, 5), (0, 21, 22), (3, 40, 41)],
+]  # fmt: skip
 LENGTHS = [22, 5, 35, 41]
 
 
@@ -164,14 +161,10 @@ def with_another_layer(model):
     mlp.up_proj = nn.Sequential(mlp.up_proj)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda m: m.config.rope_parameters.update(rope_type="dynamic"), "rope"),
-        (lambda m: setattr(m.config, "hidden_act", "gelu"), "gelu"),
-        (with_another_layer, "up_proj"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda m: m.config.rope_parameters.update(rope_type="dynamic"), "rope"),
+    (lambda m: setattr(m.config, "hidden_act", "gelu"), "gelu"), (with_another_layer, "up_proj"),
+])  # fmt: skip
 def test_what_fused_does_not_know_is_said(change, reason, tiny):
     module = tiny()
     assert why_not_fused(module) is None

@@ -15,25 +15,19 @@ def case(dtype, count, options, *marks):
     return pytest.param(dtype, count, options, marks=marks, id=",".join(names))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "options"),
-    [
-        case(torch.float64, 50, AHEAD | GRAPHS),
-        case(torch.float64, 50, GRAPHS),
-        case(torch.float32, 50, {}),
-        case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}),
-        case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}),
-        case(torch.float64, 50, {"enable_prefix_caching": False}),
-        case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
-        case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
-        case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
-        case(torch.float64, 100, {}, pytest.mark.slow),
-        case(torch.float64, 50, AHEAD, pytest.mark.slow),
-        case(torch.float64, 10_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
-        case(torch.float32, 10_000, {}, pytest.mark.slow, pytest.mark.timeout(1800)),
-        case(torch.float32, 1_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "count", "options"), [
+    case(torch.float64, 50, AHEAD | GRAPHS), case(torch.float64, 50, GRAPHS), case(torch.float32, 50, {}),
+    case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}),
+    case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}),
+    case(torch.float64, 50, {"enable_prefix_caching": False}),
+    case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
+    case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
+    case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
+    case(torch.float64, 100, {}, pytest.mark.slow), case(torch.float64, 50, AHEAD, pytest.mark.slow),
+    case(torch.float64, 10_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
+    case(torch.float32, 10_000, {}, pytest.mark.slow, pytest.mark.timeout(1800)),
+    case(torch.float32, 1_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
+])  # fmt: skip
 def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
     requests = stress.random_requests(count, seed=1)
     module = stress.build_model(dtype)

@@ -44,17 +44,10 @@ def test_queries_need_be_neither_contiguous_nor_of_the_caches_type():
     torch.testing.assert_close(out, attention.attend(0, half.step, query.half()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("programs", "columns", "splits"),
-    [
-        (1, 64 * 1024, 64),
-        (128, 16 * 1024, 4),
-        (528, 16 * 1024, 1),
-        (2048, 16 * 1024, 1),
-        (8, 1024, 4),
-        (8, 128, 1),
-    ],
-)
+@pytest.mark.parametrize(("programs", "columns", "splits"), [
+    (1, 64 * 1024, 64), (128, 16 * 1024, 4), (528, 16 * 1024, 1), (2048, 16 * 1024, 1), (8, 1024, 4),
+    (8, 128, 1),
+])  # fmt: skip
 def test_splits_fill_the_processors_and_none_is_short(programs, columns, splits):
     assert split_count(programs=programs, columns=columns, processors=132) == splits
 

@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +84,7 @@ def test_refused_weights_leave_a_server_without_and_new_ones_mend_it(engine):
 
 
 def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
-    async def raw(*_: Any, **__: Any) -> Any:
+    async def raw(*_, **__):
         return {"choices": [{"logprobs": {"content": [{"logprob": -1.5}]}}]}
 
     monkeypatch.setattr(engine, "_connected", False)

@@ -76,16 +76,12 @@ def test_cached_prefixes_are_of_the_weights(engine):
 K_PROJ, V_PROJ = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "kv")
 
 
-@pytest.mark.parametrize(
-    ("name", "other", "what"),
-    [
-        ("model.embed_tokens.weight", "damaged", "is damaged"),
-        ("model.layers.0.self_attn.v_proj.bias", "damaged", "is damaged"),
-        ("model.layers.1.mlp.up_proj.weight", "stale", "is still that of version 0"),
-        ("model.norm.weight", "stale", "is still that of version 0"),
-        (K_PROJ, V_PROJ, f"the weight {V_PROJ}"),
-    ],
-)
+@pytest.mark.parametrize(("name", "other", "what"), [
+    ("model.embed_tokens.weight", "damaged", "is damaged"),
+    ("model.layers.0.self_attn.v_proj.bias", "damaged", "is damaged"),
+    ("model.layers.1.mlp.up_proj.weight", "stale", "is still that of version 0"),
+    ("model.norm.weight", "stale", "is still that of version 0"), (K_PROJ, V_PROJ, f"the weight {V_PROJ}"),
+])  # fmt: skip
 def test_weights_that_did_not_arrive_are_named(engine, model, name, other, what):
     new = build(seed=5)
     old, sent = dict(model.named_parameters()), dict(new.named_parameters())
