@@ -1,5 +1,3 @@
-"""`tandem data validate` reports broken files, and agrees with training about what is broken."""
-
 import gzip
 import io
 import json
@@ -259,7 +257,6 @@ CHANGES = st.lists(st.tuples(st.integers(0, LAST), COLUMNS, VALUES), max_size=3)
 @settings(max_examples=60, deadline=None)
 @given(changes=CHANGES, whole=st.booleans(), cut=st.sampled_from([0, 0, 0, 9]))
 def test_validation_and_training_agree(tokenizer_folder, changes, whole, cut):
-    """A file that passes validation can be used for training."""
     rows = good()
     for at, column, value in changes:
         rows[at][column] = value

@@ -1,5 +1,3 @@
-"""Columns that config keys name: answers, system messages, tools, plain questions, and multi-turn prompts."""
-
 import json
 
 import pytest
@@ -7,6 +5,7 @@ import pytest
 from tandem.data.forms import PromptForm
 from tandem.errors import DataError
 from tests.data.cases import chatml, prompt_row, talk
+from tests.support.refusing import refused
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 WITH_TOOLS = (
@@ -101,6 +100,5 @@ def test_a_key_of_a_column_that_is_not_there(prompts):
 def test_a_mixture_names_every_source(prompts):
     dataset = prompts([prompt_row("a", source=source) for source in ("x", "y", "x")])
     assert dataset.places_of_sources(("y", "x")).tolist() == [1, 0, 1]
-    with pytest.raises(DataError) as caught:
-        dataset.places_of_sources(("x",))
-    assert (caught.value.field, caught.value.got) == ("data.mixture", "y")
+    error = refused(DataError, lambda: dataset.places_of_sources(("x",)))
+    assert (error.field, error.got) == ("data.mixture", "y")

@@ -1,5 +1,3 @@
-"""Samplers of prompts: the weights of the built-in sampler, a user's sampler in a file, and errors."""
-
 import numpy as np
 import pytest
 import torch
@@ -8,6 +6,7 @@ from tandem.data.curriculum import DrawnBatches, PassRateSampler, load_sampler
 from tandem.data.prompts import PromptDataset
 from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
+from tests.support.refusing import refused
 from tests.support.tiny import make_tokenizer, problem, write_rows
 
 OWN = """
@@ -91,13 +90,11 @@ def test_the_built_in_sampler_goes_on_from_its_state(dataset):
 @pytest.mark.parametrize("setting", [{"floor": 0.0}, {"momentum": 1.0}, {"start": 1.5}])
 def test_settings_out_of_range_are_named(dataset, setting):
     (name,) = setting
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, None, "PassRateSampler", **setting)
-    assert caught.value.field == f"data.sampler.kwargs.{name}"
+    error = refused(ConfigError, lambda: loaded(dataset, None, "PassRateSampler", **setting))
+    assert error.field == f"data.sampler.kwargs.{name}"
 
 
 def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(dataset, own):
-    """A row's number is its place among the kept rows, not in the file."""
     sampler = loaded(dataset, own, "Own", start=5)
     batches = DrawnBatches(dataset, 3, sampler)
     first = batches.batch(0)
@@ -128,19 +125,15 @@ def test_prompts_are_recalled_by_their_uids(dataset):
 
 
 def test_what_is_no_sampler_is_refused(dataset, own):
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, own, "Owm")
-    assert "Own" in str(caught.value.expected)
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, own, "Deaf")
-    assert "update, state_dict, load_state_dict" in str(caught.value.got)
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, own, "Own", begin=1)
-    assert caught.value.field == "data.sampler.kwargs"
+    error = refused(ConfigError, lambda: loaded(dataset, own, "Owm"))
+    assert "Own" in str(error.expected)
+    error = refused(ConfigError, lambda: loaded(dataset, own, "Deaf"))
+    assert "update, state_dict, load_state_dict" in str(error.got)
+    error = refused(ConfigError, lambda: loaded(dataset, own, "Own", begin=1))
+    assert error.field == "data.sampler.kwargs"
 
 
 def test_a_row_drawn_twice_is_refused(dataset, own):
     batches = DrawnBatches(dataset, 4, loaded(dataset, own, "Twice"))
-    with pytest.raises(DataError, match="different rows") as caught:
-        batches.batch(0)
-    assert "4 rows, 1 different, 3 to 3" in str(caught.value.got)
+    error = refused(DataError, lambda: batches.batch(0), "different rows")
+    assert "4 rows, 1 different, 3 to 3" in str(error.got)

@@ -1,5 +1,3 @@
-"""Data files that are nested too deeply for a process to read."""
-
 import gzip
 import io
 import json
@@ -61,7 +59,6 @@ def test_the_depth_is_that_of_the_slow_way(monkeypatch):
 @pytest.mark.parametrize("what", DEEP)
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.jsonl.gz"])
 def test_a_file_nested_too_deep_is_refused(tmp_path, what, name):
-    """Arrow's reader would crash the process, and with it the tests."""
     path = tmp_path / name
     good = b'{"prompt": "x"}\n'
     content = (good if not name.endswith(".json") else b"") + DEEP[what] + b"\n"

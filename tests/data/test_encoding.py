@@ -1,5 +1,3 @@
-"""Large files, mapped and tokenized by several processes, give the same as small ones."""
-
 import json
 import os
 import random
@@ -27,6 +25,7 @@ from tandem.data.prompts import PromptDataset
 from tandem.data.sft import SFTDataset
 from tandem.errors import DataError
 from tests.data.cases import prompt_row
+from tests.support.refusing import refused
 
 
 @pytest.fixture
@@ -162,8 +161,7 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(tmp_
     entry(cache, "used", "used", Path.touch)
     assert (entry(cache, "new", "new", build) / "there").is_file()
     assert sorted(path.name for path in cache.iterdir()) == ["new", "used"]
-    with pytest.raises(DataError, match=r"^data.cache_dir: "):
-        entry(cache / "used/below", "x", "x", Path.touch)
+    refused(DataError, lambda: entry(cache / "used/below", "x", "x", Path.touch), r"^data.cache_dir: ")
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,8 @@ def test_what_goes_wrong_in_a_process_arrives_with_its_row(files, tokenizer, tmp
     options = {"workers": 2, "cache_dir": str(tmp_path / "cache")}
     template = tokenizer.chat_template
     tokenizer.chat_template = "{{ messages[0].content + ('' if '+33=' not in messages[0].content else 7) }}"
-    with pytest.raises(DataError) as caught:
-        PromptDataset(paths, tokenizer, **options)
-    assert "b.parquet row 33: TypeError" in str(caught.value.got)
+    error = refused(DataError, lambda: PromptDataset(paths, tokenizer, **options))
+    assert "b.parquet row 33: TypeError" in str(error.got)
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"(?s)process died.*b.parquet row (3|2)0 on"):
         PromptDataset(paths, tokenizer, form=Deadly(), **options)

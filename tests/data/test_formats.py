@@ -1,5 +1,3 @@
-"""Files of every format, folders and patterns give the same rows."""
-
 import gzip
 import json
 
@@ -15,6 +13,7 @@ from tandem.config.load import load_train_config
 from tandem.data.files import count_rows, read_files
 from tandem.data.formats import open_file
 from tandem.errors import ConfigErrors, DataError
+from tests.support.refusing import refused
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b} for a in range(7) for b in range(3)]
 TABLE = pa.Table.from_pylist(ROWS)
@@ -75,8 +74,7 @@ def test_a_data_set_that_datasets_saved(tmp_path):
 
 def test_a_pattern_without_files_is_an_error(tmp_path):
     given = ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}/*.parquet"]
-    with pytest.raises(ConfigErrors, match="no data files found"):
-        load_train_config(None, given)
+    refused(ConfigErrors, lambda: load_train_config(None, given), "no data files found")
 
 
 NEEDED = ("prompt", "data_source", "reward_model")
@@ -97,15 +95,12 @@ def parquet(table):
     ("a.json", b"[]"), ("a.csv", b"q,a\n"), ("a.arrow", bytes(NO_BATCH.getvalue())),
 ])  # fmt: skip
 def test_a_file_without_rows_is_empty_whatever_columns_it_has(tmp_path, name, content):
-    """This is said before missing columns, also where the rows would be kept in the cache."""
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        read_files(str(tmp_path / name), NEEDED)
-    assert caught.value.got == "0 rows"
+    error = refused(DataError, lambda: read_files(str(tmp_path / name), NEEDED))
+    assert error.got == "0 rows"
     if name in ("a.jsonl", "a.csv", "a.arrow"):
-        with pytest.raises(DataError) as caught:
-            open_file(tmp_path / name, tmp_path / "cache")
-        assert (caught.value.field, caught.value.got) == (str(tmp_path / name), "0 rows")
+        error = refused(DataError, lambda: open_file(tmp_path / name, tmp_path / "cache"))
+        assert (error.field, error.got) == (str(tmp_path / name), "0 rows")
 
 
 @pytest.mark.parametrize("values", [[1, 2], [0.5, 1.5]])

@@ -1,5 +1,3 @@
-"""The order of batches: the rows of each epoch, and continuing from a saved state."""
-
 import numpy as np
 import pytest
 
@@ -7,6 +5,7 @@ from tandem.data.loader import BatchLoader, BatchOrder, EveryRow, uids
 from tandem.data.mixture import EpochOrder
 from tandem.errors import DataError
 from tandem.protocol import DataProto
+from tests.support.refusing import refused
 
 
 class Numbers:
@@ -79,9 +78,8 @@ def test_state_is_plain_and_holds_epoch_position_seed():
 def test_state_of_another_order_is_refused(rows, shuffle, seed, got):
     state = BatchOrder(8, 2, shuffle=True, seed=0).state_dict()
     order = BatchOrder(rows, 2, seed=seed, shuffle=shuffle)
-    with pytest.raises(DataError) as caught:
-        order.load_state_dict(state)
-    assert (caught.value.got, caught.value.expected) == (got, "seed 0, shuffle True, rows 8")
+    error = refused(DataError, lambda: order.load_state_dict(state))
+    assert (error.got, error.expected) == (got, "seed 0, shuffle True, rows 8")
     assert order.stretches == ((0, rows),)
 
 
@@ -160,5 +158,4 @@ def test_validation_batches_keep_the_last(size, expected):
     for _ in range(2):
         assert [batch.non_tensor_batch["row"].tolist() for batch in batches] == expected
     assert batches[0].non_tensor_batch["uid"][0] == "val-0"
-    with pytest.raises(IndexError):
-        batches[len(expected)]
+    refused(IndexError, lambda: batches[len(expected)])

@@ -1,5 +1,3 @@
-"""Mixtures: the share of each source in every batch, and the rows that are drawn."""
-
 from collections import Counter
 from fractions import Fraction
 

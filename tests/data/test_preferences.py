@@ -1,5 +1,3 @@
-"""PreferenceDataset: the exact tokens of a pair, and the errors for bad rows."""
-
 import json
 
 import pytest
@@ -9,7 +7,6 @@ from tests.data.cases import chatml, talk
 
 
 def shown(pairs, data, side="chosen", row=0):
-    """Return the text of the prompt and the text of the response."""
     ids, marks = getattr(data, side).row(row), getattr(data, f"{side}_mask").row(row)
     return pairs.tokenizer.decode(ids[~marks]), pairs.tokenizer.decode(ids[marks])
 
@@ -24,7 +21,6 @@ def test_texts_follow_their_prompt_and_end(pairs):
 
 
 def test_conversations_end_with_the_answer_as_the_model_writes_it(pairs):
-    """Template text after the last end-of-sequence token is left out, and a prompt column is not read."""
     data = pairs([
         {"prompt": "unused", "chosen": talk("a", "b", "c", "good"), "rejected": talk("a", "b", "c", "bad")}
     ])  # fmt: skip

@@ -1,5 +1,3 @@
-"""PromptDataset: the result for good rows, and the error for what a whole set of rows can have wrong."""
-
 import copy
 import json
 import random
@@ -193,7 +191,6 @@ def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(prompts):
 
 @pytest.mark.parametrize("split_special", [False, True])
 def test_texts_are_tokenised_as_the_tokenizer_does_in_a_call(tokenizer, split_special):
-    """This also holds if an earlier call, or the tokenizer's file, turned on truncation and padding."""
     draw = random.Random(repr(split_special))
     tokenizer.split_special_tokens = split_special
     pieces = [*tokenizer.all_special_tokens, "ä", "\U0001f600", "\n\n", "  ", "the", "\u202e", "9", "\x00"]

@@ -1,5 +1,3 @@
-"""SFTDataset: the exact tokens that the model learns, and the errors for bad rows."""
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ DROPS_THINKING = (
 
 
 def learnt(data, dataset, row=0):
-    """Return the text of each run of equal mask values."""
     tokens, mask = dataset.tokens.row(row), dataset.response_mask.row(row)
     cuts = (mask.diff().nonzero().flatten() + 1).tolist()
     runs = zip(tokens.tensor_split(cuts), mask.tensor_split(cuts), strict=True)

@@ -1,8 +1,4 @@
-"""Chat templates of real models, from an installed trl or from the folder TANDEM_CHAT_TEMPLATES.
-
-Every turn of the assistant is learned up to its end, after the text that precedes it in generation. Only
-conversations that the template itself rejects are refused, because it does not know their roles.
-"""
+"""Chat templates of real models, from an installed trl or from the folder TANDEM_CHAT_TEMPLATES."""
 
 import os
 import re

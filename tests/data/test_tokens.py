@@ -1,5 +1,3 @@
-"""Token ids of responses equal those that the model reads and writes, with several kinds of tokenizers."""
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, processors
@@ -33,7 +31,6 @@ def made(form, row, tokenizer, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_conversations_ids_are_those_of_its_template(kind):
-    """The response is not tokenized separately, so no space is learned before it."""
     tokenizer = KINDS[kind](MARKERS, PLAIN)
     messages = talk("The sum?", "The answer", "x:", " a  é")
     ids, mask = made(ConversationForm("messages"), {"messages": messages}, tokenizer)
@@ -52,7 +49,6 @@ def test_a_conversations_ids_are_those_of_its_template(kind):
     [("Q: ", "The sum"), ("Q:", " The"), ("Q:\n", "\nThe"), ("a", "nswer"), ("The", ""), ("1+1=", "é")],
 )
 def test_a_response_follows_its_prompt_as_the_model_meets_it(kind, prompt, response):
-    """This also holds if a token of the whole text would cross the boundary."""
     tokenizer = KINDS[kind]()
     before, after = encoded(tokenizer, [[(prompt, False), (response, True)]])[0]
     (met,) = tokenize(tokenizer, [prompt])
@@ -85,7 +81,6 @@ def test_pairs_and_preferences_read_alike(kind):
 
 
 def test_a_text_prompt_gets_the_tokenizers_begin_token():
-    """A text that already has the token gets no second one. Templates write their own begin token."""
     tokenizer = metaspace(MARKERS, PLAIN)
     first = tokenizer.bos_token_id
     for form in FORMS:
@@ -121,7 +116,6 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind):
 
 @pytest.mark.parametrize("single", ["<s> $A", "<s> $A <|end|>", "<s>:0 <|user|>:0 $A:0", "$A <|end|>", "$A"])
 def test_the_begin_token_is_what_stands_before_a_text_and_no_end(single):
-    """The begin tokens may be several (GLM), and any vocabulary works."""
     core = Tokenizer(models.WordLevel({"1": 0}))
     core.add_special_tokens(["<s>", "<|end|>", "<|user|>"])
     known = [(token, core.token_to_id(token)) for token in ("<s>", "<|end|>", "<|user|>")]

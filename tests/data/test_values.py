@@ -1,5 +1,3 @@
-"""Values are read as they are in the file, or the file is refused with an error that names the row."""
-
 import json
 
 import pyarrow as pa
@@ -38,7 +36,6 @@ def answers(path, cache):
 
 
 def json_files(folder, values):
-    """Write JSON lines, and a JSON list, of rows with these answers."""
     rows = [f'{{"prompt": "x", "answer": {value}}}' for value in values]
     (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "a.json").write_text(f"[{', '.join(rows)}]")

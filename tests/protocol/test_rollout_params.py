@@ -41,7 +41,6 @@ EDITS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_reshapes_the_distribution(temperature):
-    """Truncation does not change a greedy token's log-prob, changes of the logits do."""
     plain = SamplingParams(temperature=temperature, **NEUTRAL)
     assert not (plain.reshapes or plain.truncated or plain.penalised)
     for name, value in (CUTS | EDITS).items():

@@ -1,5 +1,3 @@
-"""The registry of rewards, and the checks of what reward functions return."""
-
 import math
 import pickle
 from fractions import Fraction
@@ -24,6 +22,7 @@ from tandem.rewards import (
 )
 from tandem.rewards.base import WeightedSum
 from tandem.rewards.combination import Combination, Running
+from tests.support.refusing import refused
 
 ITEMS = [Item("a", "first", "1", {"level": 3}, index=7), Item("b", "second " * 100, "2")]
 
@@ -38,18 +37,16 @@ def batched(function):
 
 
 def raised(reward):
-    with pytest.raises(RewardError) as caught:
-        score(ITEMS, reward)
-    return caught.value
+    error = refused(RewardError, lambda: score(ITEMS, reward))
+    return error
 
 
 @pytest.mark.parametrize("source", ["math_dap", "mathematics", "code", "", "Arithmetic"])
 def test_unknown_data_source(source):
-    with pytest.raises(RewardError) as caught:
-        reward_for(source)
-    assert caught.value.field == f"data_source '{source}'"
-    assert ", ".join(known_data_sources()) in str(caught.value.expected)
-    assert "custom_reward_function.path" in str(caught.value.remedy)
+    error = refused(RewardError, lambda: reward_for(source))
+    assert error.field == f"data_source '{source}'"
+    assert ", ".join(known_data_sources()) in str(error.expected)
+    assert "custom_reward_function.path" in str(error.remedy)
 
 
 def test_registering_exact_names_and_beginnings(monkeypatch):
@@ -66,10 +63,8 @@ def test_registering_exact_names_and_beginnings(monkeypatch):
     assert known_data_sources() == ("exact", "task", "task*", "task/long*")
     sources = ["task", "task/x", "task/long", "task/longer", "exact"]
     assert [entry.score for entry in score([Item(s, "", "") for s in sources])] == [2, 1, 2, 2, 1]
-    with pytest.raises(RewardError, match="exact"):
-        reward_for("exactly")
-    with pytest.raises(RewardError, match="already has a reward"):
-        register_reward("task")(short)
+    refused(RewardError, lambda: reward_for("exactly"), "exact")
+    refused(RewardError, lambda: register_reward("task")(short), "already has a reward")
 
 
 def test_function_gets_everything_by_name():
@@ -166,9 +161,8 @@ def test_mixed_sources_keep_their_order_and_places():
     items = [Item(source, "#### 2", str(place)) for place, source in enumerate(sources)]
     assert [entry.score for entry in score(items)] == [0, 0, 1, 0]
     items[2] = Item("gsm8k", "#### 2", "two")
-    with pytest.raises(RewardError, match="raised ValueError") as caught:
-        score(items)
-    assert caught.value.field == "sample 2, data_source 'gsm8k'" and "'two'" in caught.value.message
+    error = refused(RewardError, lambda: score(items), "raised ValueError")
+    assert error.field == "sample 2, data_source 'gsm8k'" and "'two'" in error.message
     assert score([]) == []
 
 
@@ -272,7 +266,6 @@ def test_a_function_of_the_scores(tmp_path, name, expected):
     if isinstance(expected, float):
         assert combination.made({"help": 5.0, "safe": -2.0}, "sample 0") == expected
         return
-    with pytest.raises(RewardError) as caught:
-        combination.made({"help": 5.0, "safe": -2.0}, "sample 0")
-    assert expected in str(caught.value) and "help 5, safe -2" in str(caught.value.got)
-    assert "sample 0" in str(caught.value.field)
+    error = refused(RewardError, lambda: combination.made({"help": 5.0, "safe": -2.0}, "sample 0"))
+    assert expected in str(error) and "help 5, safe -2" in str(error.got)
+    assert "sample 0" in str(error.field)

@@ -1,11 +1,10 @@
-"""Loading a reward function from a user's file, and the messages when that is not possible."""
-
 import pickle
 
 import pytest
 
 from tandem.errors import RewardError
 from tandem.rewards import Item, load_custom, score
+from tests.support.refusing import refused
 
 GOOD = """
 from __future__ import annotations
@@ -37,9 +36,8 @@ def good(tmp_path):
 
 
 def raised(*args):
-    with pytest.raises(RewardError) as caught:
-        load_custom(*args)
-    return caught.value
+    error = refused(RewardError, lambda: load_custom(*args))
+    return error
 
 
 def test_a_file_and_a_module(good):
@@ -93,5 +91,4 @@ def test_a_module_that_moved_is_found_by_its_old_name():
     """Run folders of older versions have the old name in their config.yaml."""
     old, new = (load_custom(f"tandem.{package}.controls", "shuffled") for package in ("trainer.demo", "demo"))
     assert old.function is new.function
-    with pytest.raises(RewardError, match=r"tandem\.trainer\.demolition"):
-        load_custom("tandem.trainer.demolition")
+    refused(RewardError, lambda: load_custom("tandem.trainer.demolition"), r"tandem\.trainer\.demolition")

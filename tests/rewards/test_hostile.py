@@ -1,5 +1,3 @@
-"""Misbehaving reward functions fail in time, cost only their own scores, and leave no processes behind."""
-
 import os
 import re
 import threading
@@ -14,6 +12,7 @@ from tandem import lifetime
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards import Item, forkserver
 from tandem.rewards.combination import load_combine
+from tests.support.refusing import refused
 
 pytestmark = pytest.mark.timeout(60)
 TIMEOUT = 2.0
@@ -117,7 +116,6 @@ def texts(*words):
 
 @pytest.fixture
 def hostile(tmp_path, own):
-    """Return a function that loads a function with this body."""
     return lambda body: own(HEAD.format(folder=str(tmp_path), body=body))
 
 
@@ -135,7 +133,6 @@ def servers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_function_does_costs_its_own_score_alone(kind, tmp_path, hostile, pool):
-    """Each has a named outcome in time, and nothing that the function started remains."""
     body, score = KINDS[kind]
     made = pool(hostile(body), num_workers=1, timeout=TIMEOUT, on_error="zero")
     began = time.monotonic()
@@ -288,9 +285,8 @@ def test_a_file_that_combines_has_a_limit_too(tmp_path, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
     file = tmp_path / "own.py"
     file.write_text("import time; time.sleep(600)")
-    with pytest.raises(ConfigError) as caught:
-        load_combine(f"{file}:function", 0.5)
-    assert caught.value.field == f"{file}:function"
+    error = refused(ConfigError, lambda: load_combine(f"{file}:function", 0.5))
+    assert error.field == f"{file}:function"
 
 
 @pytest.mark.parametrize("body", ["time.sleep(600)", "os.kill(os.getpid(), 9)", "1 / 0", "os.fork()"])
@@ -302,9 +298,8 @@ def test_a_file_that_fails_in_the_processes_alone_is_named_in_time(body, own, po
     if body == "os.fork()":
         assert [s.failed for s in made.score(texts("a", "b"))] == [False, False]
         return
-    with pytest.raises(RewardError) as caught:
-        made.score(texts("a"))
-    assert caught.value.field == "custom_reward_function.path"
+    error = refused(RewardError, lambda: made.score(texts("a")))
+    assert error.field == "custom_reward_function.path"
 
 
 def test_the_server_and_the_keepers_have_one_thread(hostile, pool):

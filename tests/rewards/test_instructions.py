@@ -1,5 +1,3 @@
-"""IFEval's instructions: for each, a text that follows it and one that does not, and rows with several."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Answers that people marked by hand, and the table of odd formats: no reward accepts a wrong answer."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A judge over HTTP: its questions, how its score is read, limits, refusals, hostile answers, cache."""
-
 import asyncio
 import functools
 import itertools
@@ -16,6 +14,7 @@ from tandem.errors import RewardError
 from tandem.rewards import Item, Pool, judge_server, load_custom, own_reward, score
 from tandem.rewards.judges import judge
 from tests.support.answering import AnsweringServer
+from tests.support.refusing import refused
 from tests.support.tiny import make_model
 
 KEY = "sk-very-secret"
@@ -152,9 +151,8 @@ def test_what_passes_is_tried_again(served, tmp_path):
 def test_what_does_not_pass(served, tmp_path, monkeypatch, reply, told, asked):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     served.replies = [reply] * 2
-    with pytest.raises(RewardError) as caught:
-        judged(asking(served, tmp_path, api_key_env="JUDGE_KEY", tries=2))
-    assert told in str(caught.value) and KEY not in str(caught.value)
+    error = refused(RewardError, lambda: judged(asking(served, tmp_path, api_key_env="JUDGE_KEY", tries=2)))
+    assert told in str(error) and KEY not in str(error)
     assert len(served.asked) == asked
     assert served.asked[0].headers["Authorization"] == f"Bearer {KEY}"
 
@@ -183,9 +181,8 @@ def test_a_key_stays_in_its_variable(served, tmp_path, monkeypatch):
     ({}, {"scale": (1, 1)}, "the judge's scale"),
 ])  # fmt: skip
 def test_wrong_servers_and_arguments(served, tmp_path, changed, more, told):
-    with pytest.raises(RewardError) as caught:
-        judged(asking(served, tmp_path) | changed, **more)
-    assert told in str(caught.value) and KEY not in str(caught.value) and not served.asked
+    error = refused(RewardError, lambda: judged(asking(served, tmp_path) | changed, **more))
+    assert told in str(error) and KEY not in str(error) and not served.asked
 
 
 @pytest.mark.parametrize(("changed", "told"), [
@@ -248,8 +245,7 @@ def test_requests_a_minute(served, tmp_path):
 def test_failures_follow_on_error(served, tmp_path):
     served.replies = [(400, {}, b"no")]
     server = asking(served, tmp_path, concurrent=1)
-    with pytest.raises(RewardError, match="no answer from the judge"):
-        pooled(terms(server), ["a"], num_workers=0)
+    refused(RewardError, lambda: pooled(terms(server), ["a"], num_workers=0), "no answer from the judge")
     served.replies = [(400, {}, b"no")] * 2  # once together with the others, once alone
     scored, pool = pooled(terms(server), ["a", "b"], num_workers=0, on_error="zero")
     assert len(pool.failures) <= 1 and scored[1].score == pytest.approx(1.4)

@@ -1,5 +1,3 @@
-"""The rewards of verl's data sources on right, wrong, odd and hostile responses; sources without reward."""
-
 import os
 import signal
 import threading
@@ -26,6 +24,7 @@ from tandem.rewards.boxes import last_boxed
 from tandem.rewards.comparer import Comparer
 from tandem.rewards.numbers import to_number
 from tandem.rewards.truths import truths
+from tests.support.refusing import refused
 
 SCORED = {
     "gsm8k": ["openai/gsm8k", "gsm8k", "gsm8k-test"],
@@ -158,16 +157,14 @@ def test_search_keeps_answers_of_articles_or_punctuation(pred, truth, expected):
 
 @pytest.mark.parametrize("method", ["flexibel", "", None, 1])
 def test_an_unknown_method_of_gsm8k_is_refused_before_any_response(method):
-    with pytest.raises(RewardError) as caught:
-        load_custom("tandem.rewards.gsm8k", kwargs={"method": method})
-    assert caught.value.field == "custom_reward_function.reward_kwargs.method"
-    assert "strict, flexible" in str(caught.value.expected)
+    error = refused(RewardError, lambda: load_custom("tandem.rewards.gsm8k", kwargs={"method": method}))
+    assert error.field == "custom_reward_function.reward_kwargs.method"
+    assert "strict, flexible" in str(error.expected)
 
 
 @pytest.mark.parametrize("truth", ["x", "", "1 2", "1/2", None, "nan"])
 def test_a_ground_truth_that_is_no_number(truth):
-    with pytest.raises(ValueError, match="is not a number"):
-        to_number(truth)
+    refused(ValueError, lambda: to_number(truth), "is not a number")
 
 
 @pytest.mark.parametrize(("response", "truth", "expected"), [
@@ -238,8 +235,7 @@ def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair():
     process = comparer._process
     process.send_signal(signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with pytest.raises(KeyboardInterrupt):
-        comparer.equal("1", "1")
+    refused(KeyboardInterrupt, lambda: comparer.equal("1", "1"))
     signal.signal(signal.SIGUSR1, before)
     process.send_signal(signal.SIGCONT)
     assert not comparer.equal("1", "2") and comparer.equal("1", "1")
@@ -253,9 +249,8 @@ def test_judge_that_cannot_start(monkeypatch, tmp_path):
     (tmp_path / "broken").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "broken").chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "broken"))
-    with pytest.raises(RewardError, match="did not start") as caught:
-        Comparer().equal("1", "2")
-    assert "pip install 'math-verify" in str(caught.value)
+    error = refused(RewardError, lambda: Comparer().equal("1", "2"), "did not start")
+    assert "pip install 'math-verify" in str(error)
 
 
 @pytest.mark.parametrize(("answer", "truth", "expected"), [

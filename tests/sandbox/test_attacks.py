@@ -1,5 +1,3 @@
-"""No program escapes from the sandbox, as root and as nobody, under sandlock and under bubblewrap."""
-
 import fcntl
 import json
 import os

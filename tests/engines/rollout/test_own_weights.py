@@ -1,5 +1,3 @@
-"""Tests of weight streams in the engines of this process."""
-
 import numpy as np
 import pytest
 import torch
@@ -11,12 +9,12 @@ from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
 from tests.engines.rollout.case import CPU, native, request, stream, tokens
+from tests.support.refusing import refused
 
 NAMES = ("native-fused", "native-module", "hf")
 
 
 def trained(model, dtype):
-    """Return a model as mixed precision computes with it: its buffers are those of the master weights."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -151,19 +149,16 @@ def test_a_stream_that_is_not_the_model_is_refused_and_nothing_sampled_from_it(
     engine, requests = make_engine(name, own()), make_requests(2)
     engine.update_weights(stream(tiny()), 0)
     expected = tokens(generate(engine, requests))
-    with pytest.raises(EngineError, match=message) as caught:
-        engine.update_weights(broken(tiny()), 1)
-    assert caught.value.field == field
-    with pytest.raises(EngineError, match="no weights"):
-        generate(engine, requests)
+    error = refused(EngineError, lambda: engine.update_weights(broken(tiny()), 1), message)
+    assert error.field == field
+    refused(EngineError, lambda: generate(engine, requests), "no weights")
     engine.update_weights(stream(tiny()), 2)
     assert tokens(generate(engine, requests)) == expected
 
 
 @pytest.mark.parametrize("name", ["native-fused", "hf"])
 def test_an_empty_stream_to_an_engine_that_never_had_weights(name, own):
-    with pytest.raises(EngineError, match="some weights"):
-        make_engine(name, own()).update_weights(stream_of(), 0)
+    refused(EngineError, lambda: make_engine(name, own()).update_weights(stream_of(), 0), "some weights")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,8 +166,7 @@ def test_without_a_model_of_its_own_a_stream_is_refused_and_the_weights_stay(nam
     engine = make_engine(name, None)
     assert engine.takes == {SharedModule}
     engine.update_weights(SharedModule(tiny()), 0)
-    with pytest.raises(EngineError, match="expected: a SharedModule"):
-        engine.update_weights(stream(tiny()), 1)
+    refused(EngineError, lambda: engine.update_weights(stream(tiny()), 1), "expected: a SharedModule")
     [sample] = generate(engine, [request()])
     assert set(sample.versions) == {0}
 

@@ -10,6 +10,7 @@ from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.registry import make_rollout_engine
 from tandem.errors import ConfigError
 from tests.engines.rollout.case import CPU, stream, tokens
+from tests.support.refusing import refused
 
 both_engines = pytest.mark.parametrize("name", ["native", "hf"])
 
@@ -36,16 +37,14 @@ def make(name, config=None, model=None, log=None, **options):
     ],
 )
 def test_what_there_is_not_is_refused(name, config, dtype, field):
-    with pytest.raises(ConfigError) as caught:
-        make(name, config, model_path="m", dtype=dtype)
-    assert caught.value.field == field
+    error = refused(ConfigError, lambda: make(name, config, model_path="m", dtype=dtype))
+    assert error.field == field
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_that_is_not_installed():
-    with pytest.raises(ConfigError, match="not installed") as caught:
-        make("vllm", model_path="m", dtype=torch.float32)
-    assert "pip install 'tandem[vllm]'" in caught.value.remedy
+    error = refused(ConfigError, lambda: make("vllm", model_path="m", dtype=torch.float32), "not installed")
+    assert "pip install 'tandem[vllm]'" in error.remedy
 
 
 @both_engines

@@ -10,7 +10,6 @@ def request(uid="a", sample=0, seed=0, prompt=3, first=-1):
 
 
 def splitmix64(state, count):
-    """Run the published generator with Python's integers."""
     mask = (1 << 64) - 1
     out = []
     for _ in range(count):

@@ -23,7 +23,6 @@ def row_params(params, vocabulary, device=CPU):
 
 
 def draw(logits, params, numbers):
-    """Draw once per number, always from the same logits."""
     rows = torch.as_tensor(logits).expand(len(numbers), -1)
     numbers = torch.as_tensor(numbers, dtype=torch.float64)
     return sample(rows, numbers, row_params([params] * len(numbers), rows.shape[1]))
@@ -55,7 +54,6 @@ CASES = {
 
 
 def count_draws(logits, params, draws, rows=20_000):
-    """Count how often each token is drawn."""
     counts = np.zeros(len(logits), dtype=np.int64)
     keys = np.arange(rows, dtype=np.uint64) * np.uint64(0x5851F42D4C957F2D)
     for position in range(draws // rows):
@@ -148,7 +146,6 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
-    """The scores have ties, tokens that cannot be drawn, and both zeros, which are equal."""
     scores = (torch.randn(60, 700, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4).round() / 2
     scores[:, ::7] = -torch.inf
     scores[3] = 0.0

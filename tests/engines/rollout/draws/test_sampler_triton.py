@@ -1,8 +1,3 @@
-"""Tests of the Triton sampler against `sampler.sample`.
-
-`test_paged_attention` says where they run.
-"""
-
 import numpy as np
 import pytest
 import torch

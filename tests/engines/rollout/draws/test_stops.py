@@ -1,5 +1,3 @@
-"""Tests of stop strings, with a byte-level tokenizer whose tokens may end inside a character."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ IDS = {piece: i for i, piece in enumerate(PIECES)}
 
 
 def decode(token_ids):
-    """Decode bytes to text. Bytes that are not a character, or not yet, decode to U+FFFD."""
     return b"".join(PIECES[token] for token in token_ids).decode(errors="replace")
 
 

@@ -1,5 +1,3 @@
-"""Tests of a response that arrives in parts and is cut at its first stop string."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""Tests of the connection to a server: proxies and temporary errors."""
-
 import time
 
 import pytest
@@ -9,13 +7,13 @@ from tandem.engines.rollout.http import connection
 from tandem.engines.rollout.http.connection import Server, ServerLost, is_local
 from tests.engines.rollout.http.fakes import Reply
 from tests.engines.rollout.http.test_openai import check, make, requests, server
+from tests.support.refusing import refused
 
 __all__ = ["make", "server"]
 
 
 @pytest.fixture
 def ask(server):
-    """Return a function that asks the server for its models over one connection."""
     made = connection.Connection(Server(server.url), kept=4)
     yield lambda: made.wait(made.ask("GET", "/v1/models"))
     made.close()
@@ -25,8 +23,7 @@ def test_a_schema_that_cannot_be_read_now_is_not_taken_for_none(server, make):
     answer = server.answer
     server.answer = lambda path, *rest: Reply({}, 503) if path == "/openapi.json" else answer(path, *rest)
     engine = make(server, connects=False)
-    with pytest.raises(ServerLost, match="refused"):
-        engine.submit([])
+    refused(ServerLost, lambda: engine.submit([]), "refused")
     server.answer = answer
     assert len(generate(engine, requests(1, min_p=0.1))) == 1  # a parameter outside OpenAI's own
 
@@ -61,8 +58,7 @@ def test_what_was_asked_on_a_connection_that_was_cut_is_asked_again(server, ask)
     server.respond = once
     assert ask()["data"]
     server.respond = lambda path, body, handler: handler.hang_up()
-    with pytest.raises(ServerLost, match="cannot connect"):
-        ask()
+    refused(ServerLost, ask, "cannot connect")
     assert cut == ["/v1/models"]
 
 

@@ -1,8 +1,3 @@
-"""Tests of the engine on OpenAI-compatible servers.
-
-They also cover what all engines on servers share: limits, retries, failures, aborts.
-"""
-
 import subprocess
 import sys
 import threading
@@ -22,6 +17,7 @@ from tandem.protocol import SamplingParams
 from tests.engines.rollout.case import drain, request, wait_for, write
 from tests.engines.rollout.http import fakes
 from tests.engines.rollout.http.fakes import FakeOpenAI, scripted
+from tests.support.refusing import refused
 
 
 @pytest.fixture(autouse=True)
@@ -125,9 +121,8 @@ def test_a_server_without_a_schema_is_asked_for_standard_parameters_only(server,
     server.published = False
     engine, wanted = make(server), requests(2)
     check(wanted, generate(engine, wanted))
-    with pytest.raises(EngineError, match="does not support") as caught:
-        engine.submit(requests(1, top_k=5))
-    assert (caught.value.field, caught.value.got) == ("top_k", 5)
+    error = refused(EngineError, lambda: engine.submit(requests(1, top_k=5)), "does not support")
+    assert (error.field, error.got) == ("top_k", 5)
     assert engine.pending() == 0
 
 
@@ -137,15 +132,13 @@ def test_raw_log_probs_are_refused_where_they_differ(server, make, params):
     engine, wanted = make(server), requests(2)
     check(wanted, generate(engine, wanted))
     assert len(generate(engine, requests(2, temperature=0.0))) == 2
-    with pytest.raises(EngineError, match="another distribution"):
-        engine.submit(requests(1, **params))
+    refused(EngineError, lambda: engine.submit(requests(1, **params)), "another distribution")
 
 
 @pytest.mark.parametrize("models", [(), ("one", "two")])
 def test_the_model_must_be_clear(server, make, models):
     server.models = models
-    with pytest.raises(EngineError, match="exactly one model"):
-        make(server)
+    refused(EngineError, lambda: make(server), "exactly one model")
     if models:
         assert len(generate(make(server, model="two"), requests(1))) == 1
 
@@ -186,16 +179,14 @@ def test_a_request_that_has_not_begun_is_tried_again_a_few_times(server, make, f
     assert len(server.bodies()) == 5
     assert engine.progress() == 20
     server.faults.extend([fault] * 4)
-    with pytest.raises(ServerLost):
-        generate(engine, wanted)
+    refused(ServerLost, lambda: generate(engine, wanted))
 
 
 def test_nobody_listens(make, server):
     server.close()
     engine = make(server, connects=False, connect_timeout_s=1.0)
-    with pytest.raises(ServerLost, match="cannot connect") as caught:
-        engine.submit(requests(1))
-    assert server.url in caught.value.got
+    error = refused(ServerLost, lambda: engine.submit(requests(1)), "cannot connect")
+    assert server.url in error.got
     assert engine.pending() == 0
 
 
@@ -203,8 +194,7 @@ def test_no_answer_in_time(server, make):
     engine = make(server, request_timeout_s=0.3)
     server.faults.append("hang")
     began = time.monotonic()
-    with pytest.raises(ServerLost, match=r"in 0\.3 s"):
-        generate(engine, requests(1))
+    refused(ServerLost, lambda: generate(engine, requests(1)), r"in 0\.3 s")
     assert time.monotonic() - began < 3
 
 
@@ -225,8 +215,7 @@ def test_samples_come_before_the_failure_and_an_abort_drops_it(server, make, abo
         engine.abort([each.id for each in wanted])
         check(wanted, generate(engine, wanted))
         return
-    with pytest.raises(EngineError, match="refused"):
-        engine.poll(1.0)
+    refused(EngineError, lambda: engine.poll(1.0), "refused")
     check(wanted[2:], engine.poll(1.0))
 
 
@@ -262,19 +251,16 @@ def test_a_finished_sample_that_is_aborted_is_gone(server, make):
 @pytest.mark.parametrize("bad", [request("p0", 0), request(prompt=[]), request(prompt=250)])
 def test_refused_requests_leave_nothing_behind(server, make, bad):
     engine = make(server)
-    with pytest.raises(EngineError):
-        engine.submit([*requests(2), bad])
+    refused(EngineError, lambda: engine.submit([*requests(2), bad]))
     assert engine.pending() == 0
 
 
 def test_weights_cannot_be_changed_and_memory_is_left_alone(server, make):
     engine = make(server)
     assert engine.takes == frozenset()
-    with pytest.raises(EngineError, match="cannot give its server new weights"):
-        engine.update_weights(None, 1)
+    refused(EngineError, lambda: engine.update_weights(None, 1), "cannot give its server new weights")
     engine.submit(requests(1))
-    with pytest.raises(EngineError, match="pending"):
-        engine.sleep()
+    refused(EngineError, engine.sleep, "pending")
     drain(engine)
     engine.sleep()
     engine.wake()
@@ -290,8 +276,7 @@ def test_close_ends_the_thread(server, make):
     engine.close()
     assert [t for t in threading.enumerate() if t.name == f"rollout {server.url}"] == []
     assert threading.active_count() <= before + 2  # the server's own threads, until they end
-    with pytest.raises(EngineError, match="closed"):
-        engine.submit(requests(1))
+    refused(EngineError, lambda: engine.submit(requests(1)), "closed")
 
 
 def test_a_server_that_is_killed(make):
@@ -301,8 +286,7 @@ def test_a_server_that_is_killed(make):
         engine.submit(requests(2, max_tokens=200))
         write(engine, 10)
         process.kill()
-        with pytest.raises(ServerLost, match="broke during the answer"):
-            engine.poll(5.0)
+        refused(ServerLost, lambda: engine.poll(5.0), "broke during the answer")
         engine.close()
     finally:
         process.kill()

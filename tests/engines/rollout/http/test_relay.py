@@ -1,5 +1,3 @@
-"""Tests of one weight stream that several engines read at once."""
-
 import threading
 import time
 

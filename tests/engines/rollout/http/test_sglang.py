@@ -1,9 +1,3 @@
-"""Tests of the engine on SGLang's server.
-
-They run the contract of all engines on a fake with a real model, and cover the wire format and new weights
-through a folder.
-"""
-
 import copy
 import os
 import socket
@@ -31,6 +25,7 @@ from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of
 from tests.engines.rollout.case import changed, drain, request, stream, write
 from tests.engines.rollout.http.fake_sglang import FakeSGLang
 from tests.engines.rollout.http.fakes import Reply
+from tests.support.refusing import refused
 
 
 def make(server, folder=None, **options):
@@ -144,11 +139,10 @@ def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, c
         return torch.stack([tensor, value]) if copies == 2 else value
 
     server.held = held
-    with pytest.raises(WeightSyncError, match="of version 4") as caught:
-        engine.update_weights(stream(tiny()), 4)
+    error = refused(WeightSyncError, lambda: engine.update_weights(stream(tiny()), 4), "of version 4")
     value = float(dict(tiny().named_parameters())[NORM].detach()[3])
-    assert caught.value.field == f"{NORM}[3]"
-    assert caught.value.expected == value and caught.value.got == f"{server.url}: {value + 0.5}"
+    assert error.field == f"{NORM}[3]"
+    assert error.expected == value and error.got == f"{server.url}: {value + 0.5}"
 
 
 def test_a_share_of_a_weight_is_compared_with_its_part(server, engine, tiny):
@@ -222,7 +216,6 @@ def test_abort_is_said_to_the_server_and_does_not_wait_for_one_that_hangs(server
 
 
 def test_weights_in_the_middle_of_a_response(server, engine, tiny):
-    """Each token has the version that the server reports for it."""
     server.pause_s = 0.01
     engine.update_weights(stream(tiny()), 1)
     engine.submit([request(max_tokens=60)])
@@ -235,9 +228,8 @@ def test_weights_in_the_middle_of_a_response(server, engine, tiny):
 
 def test_a_refused_update(server, engine, tiny, tmp_path):
     server.refusal = "Failed to update weights: size mismatch."
-    with pytest.raises(EngineError, match="refused") as caught:
-        engine.update_weights(stream(tiny()), 1)
-    assert "size mismatch" in caught.value.got
+    error = refused(EngineError, lambda: engine.update_weights(stream(tiny()), 1), "refused")
+    assert "size mismatch" in error.got
     assert server.seen[-1][0] == "/continue_generation"
     assert list((tmp_path / "weights").iterdir()) == []
     assert engine.version == 0
@@ -259,8 +251,7 @@ def test_memory_is_given_back_and_taken_again(server, engine, tiny):
     assert given == [["kv_cache"], ["weights"]]
     engine.wake()
     assert server.memory == {"weights", "kv_cache"}
-    with pytest.raises(EngineError, match="dropped"):
-        engine.submit([request()])
+    refused(EngineError, lambda: engine.submit([request()]), "dropped")
     engine.sleep()
     engine.update_weights(stream(tiny()), 1)
     assert server.memory == {"weights"}
@@ -269,8 +260,7 @@ def test_memory_is_given_back_and_taken_again(server, engine, tiny):
 
 def test_another_server_is_refused(server, engine):
     server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
-    with pytest.raises(EngineError, match="refused"):
-        engine.submit([request()])
+    refused(EngineError, lambda: engine.submit([request()]), "refused")
 
 
 def test_shards(tmp_path):

@@ -1,5 +1,3 @@
-"""Tests of the compiled kernels: their operations against PyTorch, and how they are compiled."""
-
 import os
 import subprocess
 import sys
@@ -102,7 +100,6 @@ print(kind, *(warning.message for warning in caught), sep="|")
 
 
 def use(folder, **environment):
-    """Return the attention that a fresh process chooses, and its warnings."""
     variables = {**os.environ, "TANDEM_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
     options = {"capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([sys.executable, "-c", USE], env=variables, check=False, **options)

@@ -1,5 +1,3 @@
-"""Tests of what only the native engine does: sharing, batching, memory, and what lies between phases."""
-
 import gc
 import weakref
 
@@ -16,12 +14,12 @@ from tandem.errors import EngineError
 from tandem.models.parallel import init_distributed
 from tests.engines.rollout.case import CPU, PER_TOKEN, native, request, tokens
 from tests.engines.rollout.case import drain as drain_only
+from tests.support.refusing import refused
 
 either_order = pytest.mark.parametrize("run_ahead", [False, True])
 
 
 def drain(engine):
-    """Return the samples of all pending requests by id. No block of the cache is lost."""
     samples = drain_only(engine)
     engine._scheduler.check()
     assert engine._scheduler.blocks.free == engine._scheduler.blocks.blocks
@@ -114,14 +112,12 @@ def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
     engine = native()  # it does not know the model yet
     engine.submit([asked])
     engine.update_weights(SharedModule(tiny()), 0)
-    with pytest.raises(EngineError, match=r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens"):
-        engine.poll(1.0)
+    refused(EngineError, lambda: engine.poll(1.0), r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens")
     engine.abort([asked.id])
     engine.sleep()
 
 
 def test_a_request_that_no_block_override_can_hold_harms_no_other(tiny):
-    """No request of this call is queued, with weights or without."""
     good, bad = request("a", prompt=9, max_tokens=8), request("b", prompt=90, max_tokens=8)
     for model in (tiny(), None):
         engine = native(model, num_gpu_blocks_override=2)
@@ -211,8 +207,7 @@ def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
     generate(engine, requests)
     engine.submit(requests)
     engine.poll(0.0)
-    with pytest.raises(EngineError, match="another model"):
-        engine.update_weights(SharedModule(tiny("qwen3")), 1)
+    refused(EngineError, lambda: engine.update_weights(SharedModule(tiny("qwen3")), 1), "another model")
     drain(engine)
     engine.update_weights(SharedModule(tiny("qwen3")), 1)
     assert tokens(generate(engine, requests)) == tokens(generate(native(tiny("qwen3")), requests))
@@ -258,7 +253,6 @@ def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests
 
 
 def test_a_phase_is_the_same_whatever_ran_before_it():
-    """The results are bitwise equal, with and without a cache that was freed in between."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()

@@ -1,7 +1,4 @@
-"""Tests of `GraphedRunner`.
-
-The capture runs the work on the fixed buffers each time, as a graph does.
-"""
+"""Tests of `GraphedRunner`. The capture runs the work on the fixed buffers each time, as a graph does."""
 
 from dataclasses import replace
 
@@ -55,7 +52,6 @@ class Made:
         return again
 
     def check(self, step, tolerance=1e-10):
-        """Check that a step has the logits of the plain runner, and leaves the same in the cache."""
         logits = self.graphed.forward(step, self.attention)
         with torch.inference_mode():
             expected = self.runner.forward(step, self.plain)

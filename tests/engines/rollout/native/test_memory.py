@@ -1,5 +1,3 @@
-"""Tests of the memory for the cache: its share of a device, and the message about it."""
-
 import os
 
 import pytest
@@ -13,6 +11,7 @@ from tandem.errors import EngineError
 from tandem.memory import host as host_memory
 from tandem.memory.cache import DeviceMemory
 from tests.engines.rollout.case import CPU
+from tests.support.refusing import refused
 
 CUDA = torch.device("cuda", 0)
 GIB = 2**30
@@ -22,7 +21,6 @@ KEYS = "actor_rollout_ref.rollout."
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Write the kernel's files as on a host with 8 GiB available and no limit."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
@@ -32,7 +30,6 @@ def host(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Return the memory of a device in GiB, which the test may change."""
     at = {"total": 80, "held": 20, "others": 0}
     free = lambda _: ((at["total"] - at["held"] - at["others"]) * GIB, at["total"] * GIB)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
@@ -61,21 +58,18 @@ def test_more_than_is_free_is_refused(host):
     room = CacheRoom(CPU, 0.5, 16)
     room.check_free(8 * GIB)
     assert room.is_free(8 * GIB) and not room.is_free(8 * GIB + 1)
-    with pytest.raises(EngineError, match=r"8,192.0 MiB free") as caught:
-        room.check_free(8 * GIB + 1)
-    assert caught.value.field == KEYS + "gpu_memory_utilization"
-    assert "max_num_seqs" in caught.value.remedy
+    error = refused(EngineError, lambda: room.check_free(8 * GIB + 1), r"8,192.0 MiB free")
+    assert error.field == KEYS + "gpu_memory_utilization"
+    assert "max_num_seqs" in error.remedy
     limit(host, 6 * GIB, 5 * GIB, GIB)
     room.check_free(2 * GIB)
-    with pytest.raises(EngineError, match=r"2,048.0 MiB free"):
-        room.check_free(2 * GIB + 1)
+    refused(EngineError, lambda: room.check_free(2 * GIB + 1), r"2,048.0 MiB free")
 
 
 def test_an_override_that_is_not_free_is_what_is_named(host):
-    with pytest.raises(EngineError) as caught:
-        CacheRoom(CPU, 0.5, 16, fixed=10**9).check_free(10**9 * GIB)
-    assert caught.value.field == KEYS + "num_gpu_blocks_override"
-    assert "stop other programs" in caught.value.remedy and "max_num_seqs" not in caught.value.remedy
+    error = refused(EngineError, lambda: CacheRoom(CPU, 0.5, 16, fixed=10**9).check_free(10**9 * GIB))
+    assert error.field == KEYS + "num_gpu_blocks_override"
+    assert "stop other programs" in error.remedy and "max_num_seqs" not in error.remedy
 
 
 @pytest.mark.parametrize(("asked", "rows", "held", "wanted"), [
@@ -86,12 +80,10 @@ def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch, asked, rows,
     monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * 7)
     assert CacheRoom(CPU, 0.5, 16).wanted(asked, rows, held, per_block=7) == wanted
     assert CacheRoom(CPU, 0.5, 16, fixed=33).wanted([3, 4], 10, 0, per_block=7) == 33
-    with pytest.raises(EngineError, match="1600 tokens"):
-        CacheRoom(CPU, 0.5, 16).wanted([3, 101], 10, 0, per_block=7)
+    refused(EngineError, lambda: CacheRoom(CPU, 0.5, 16).wanted([3, 101], 10, 0, per_block=7), "1600 tokens")
 
 
 def test_a_device_full_of_the_process_itself_says_so(cuda):
-    """The trainer already holds more than the cache's share."""
     cuda |= {"total": 40, "held": 39}
     with pytest.raises(EngineError, match=r"0.5: 0.0 MiB .*39,936.0 MiB that this process") as caught:
         CacheRoom(CUDA, 0.5, 16).check_longest(4, 2**20)
@@ -106,8 +98,7 @@ def test_all_ranks_decide_by_the_one_with_least(host):
 
     room = CacheRoom(CPU, 0.5, 16, split=Least(0, 2))
     assert room.is_free(GIB) and not room.is_free(GIB + 1)
-    with pytest.raises(EngineError, match=r"1,024.0 MiB free"):
-        room.check_free(GIB + 1)
+    refused(EngineError, lambda: room.check_free(GIB + 1), r"1,024.0 MiB free")
     assert room.most(2**20) == 1024
 
 
@@ -150,7 +141,6 @@ NEED = CacheDemand(256, 7680, 480, 16 * PER_TOKEN, 16)
 
 
 def trained(parameter_bytes, total=H100):
-    """Return a device that holds the training state and the rollout's bf16 copy."""
     weights = 2 * PARAMETERS
     return DeviceMemory(total, parameter_bytes * PARAMETERS + weights, weights)
 

@@ -1,7 +1,4 @@
-"""Tests of graphs across weight versions.
-
-Work that runs again replaces captured graphs, and the memory keeps its addresses as on CUDA.
-"""
+"""Graphs across weight versions. Work that runs again at the same addresses replaces captured graphs."""
 
 import gc
 import weakref
@@ -88,12 +85,10 @@ def make(*, copies=True, **options):
 
 
 def alone(module, requests):
-    """Return what a fresh engine without graphs or copies generates."""
     return tokens(generate(native(module), requests))
 
 
 def check(engine, source, module, version, requests):
-    """Give the engine weights, which are those of the module. It then writes what they give."""
     expected = alone(module, requests)
     held = digest(module.named_parameters())
     assert engine.update_weights(source, version) == held
@@ -105,7 +100,6 @@ def check(engine, source, module, version, requests):
 def test_nothing_is_captured_again_through_sleep_and_new_weights(
     name, tiny, make_requests, captures, regions
 ):
-    """The module's own memory is freed after copying, and comes back elsewhere with other weights."""
     requests, engine, written, sizes = make_requests(20, 2), make(max_num_seqs=8), [], []
     for version in range(3):
         mine, same = (changed(tiny(name, torch.float64), version) for _ in range(2))
@@ -137,7 +131,6 @@ def keeps_graphs_as_weights_change(engine, module, requests, captures):
 
 
 def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, captures, regions, monkeypatch):
-    """Without copies the module's own weights are read. Norms per head are joined in the runner's memory."""
     monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
     model = tiny("qwen3", torch.float64)
     keeps_graphs_as_weights_change(make(copies=False), model, make_requests(12, 2), captures)
@@ -229,7 +222,6 @@ def test_a_stream_fills_the_copies_in_place(model, make_requests, captures, regi
 
 
 def test_weights_change_under_running_sequences(model, tiny, captures, regions):
-    """The keys and values of running sequences stay, and so do the graphs."""
     second, written = changed(tiny("qwen2", torch.float64), 3), []
     for engine in (make(), native()):
         engine.update_weights(SharedModule(model), 0)

@@ -1,7 +1,4 @@
-"""Tests of the order of work: the plans of an engine whose blocks have 4 tokens.
-
-`test_stress` shows that every load is computed right.
-"""
+"""Tests of the plans of an engine whose blocks have 4 tokens."""
 
 import numpy as np
 import pytest
@@ -95,7 +92,6 @@ def test_a_long_prompt_runs_alone_when_chunks_are_off(make):
     [(99, False, True, 4), (99, False, False, 0), (99, True, True, 0), (2, True, True, 0)],
 )
 def test_what_is_found_again(make, tiny, steps, forgets, caching, cached):
-    """A prompt that is known whole computes its last block. Sequences that run leave mixed blocks."""
     engine = make(100, request("a", prompt=8, max_tokens=9), enable_prefix_caching=caching)
     while engine.pending() and steps:
         step(engine)
@@ -120,7 +116,6 @@ def test_the_youngest_gives_way_and_comes_back_first(make, tiny):
 
 
 def test_a_sequence_starts_only_if_those_that_run_can_go_on(make):
-    """There are five blocks. Each of three sequences needs one now and will need a second one."""
     engine = make(5, *(request(str(i), prompt=[i, 1, 2], max_tokens=5) for i in range(3)))
     step(engine)
     assert len(engine.plans[0].sampled) == 2

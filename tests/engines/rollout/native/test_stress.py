@@ -1,5 +1,3 @@
-"""Hundreds of random requests, with aborts, on a very small cache. `make stress` runs thousands."""
-
 import numpy as np
 import pytest
 import torch
@@ -40,7 +38,6 @@ def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
 
 
 def test_a_tie_is_told_from_a_mistake():
-    """Greedy sampling over two equal logits is a tie. Over different logits it is not."""
     exact, greedy, nothing = stress.build_model(torch.float64), {"temperature": 0.0}, np.zeros(0, np.int64)
     with torch.no_grad():
         logits_V = exact(torch.tensor([[1, 2, 3]])).logits[0, -1]

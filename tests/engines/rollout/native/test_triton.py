@@ -1,8 +1,3 @@
-"""Tests of what only Triton's attention has, and of its ops against `TorchOps` in float64.
-
-`test_paged_attention` compares the attention with the reference, and says where these tests run.
-"""
-
 import pytest
 import torch
 
@@ -64,7 +59,6 @@ def test_float64_is_refused():
 
 
 def test_the_engine_writes_the_same_over_it(tiny, prompts):
-    """Covers chunked prompts, shared prefixes, steps that mix prompts and decoding, and pure decoding."""
     requests = [request(f"p{i}", 0, prompts[i % 4], max_tokens=3 + i, temperature=0.0) for i in range(6)]
     options = {"device": DEVICE, "max_length": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24}
     module = tiny("mistral_window").to(DEVICE)

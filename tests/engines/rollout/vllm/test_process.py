@@ -1,5 +1,3 @@
-"""Tests of a server that is started here: proxies, its log, and the parameters sent to vLLM."""
-
 import sys
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tests of the engine on a real vLLM server that it starts itself. See `make test-vllm`."""
-
 import json
 import os
 import signal
@@ -22,6 +20,7 @@ from tests.contract.world import EngineKind
 from tests.engines.rollout.case import CPU, request, stream, wait_for
 from tests.engines.rollout.vllm.models import build, check_update, make_requests, save
 from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, running
+from tests.support.refusing import refused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a starting server imports vLLM three times
 
@@ -69,17 +68,14 @@ def test_a_weight_that_did_not_arrive_is_named(engine):
     old = dict(build().named_parameters())[name].detach()
     held = engine.update_weights(stream(new, lambda at, t: old.clone() if at == name else t), 1)
     sent, before = (Sent(v, digest(m.named_parameters())) for v, m in ((1, new), (0, build())))
-    with pytest.raises(WeightSyncError) as caught:
-        check_arrival(sent, held, engine="vllm", before=before)
-    assert caught.value.field == name
-    assert "still that of version 0" in caught.value.got
+    error = refused(WeightSyncError, lambda: check_arrival(sent, held, engine="vllm", before=before))
+    assert error.field == name
+    assert "still that of version 0" in error.got
 
 
 def test_refused_weights_leave_a_server_without_and_new_ones_mend_it(engine):
-    with pytest.raises(EngineError, match="refused"):
-        engine.update_weights(stream(build("qwen3")), 1)
-    with pytest.raises(EngineError, match="no weights"):
-        engine.submit(make_requests(1))
+    refused(EngineError, lambda: engine.update_weights(stream(build("qwen3")), 1), "refused")
+    refused(EngineError, lambda: engine.submit(make_requests(1)), "no weights")
     check_update(engine, build(), 2)
 
 
@@ -89,9 +85,8 @@ def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
 
     monkeypatch.setattr(engine, "_connected", False)
     monkeypatch.setattr(engine, "ask", raw)
-    with pytest.raises(EngineError, match="another distribution") as caught:
-        engine.submit(make_requests(1))
-    assert "processed_logprobs" in caught.value.remedy
+    error = refused(EngineError, lambda: engine.submit(make_requests(1)), "another distribution")
+    assert "processed_logprobs" in error.remedy
 
 
 def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
@@ -110,10 +105,9 @@ def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
             os.killpg(group, signal.SIGCONT)
             made.poll(0.1)
     os.killpg(group, signal.SIGKILL)
-    with pytest.raises(EngineError, match="ended with status -9") as caught:
-        made.poll(30.0)
-    assert caught.value.field.startswith("3 requests pending, the first: request ('long', ")
-    assert "server.log" in caught.value.got
+    error = refused(EngineError, lambda: made.poll(30.0), "ended with status -9")
+    assert error.field.startswith("3 requests pending, the first: request ('long', ")
+    assert "server.log" in error.got
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):

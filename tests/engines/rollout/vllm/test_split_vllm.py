@@ -1,5 +1,3 @@
-"""Tests of the vLLM engine with its layers split over two ranks, on a real vLLM. See `make test-vllm`."""
-
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +14,7 @@ from tests.contract.world import VOCABULARY, EngineKind
 from tests.engines.rollout.case import drain, request, stream
 from tests.engines.rollout.vllm.models import build, check_update, make_requests, save
 from tests.engines.rollout.vllm.ranks import Ranks, vllm_engine
+from tests.support.refusing import refused
 
 pytestmark = pytest.mark.vllm
 shards = pytest.importorskip("tandem.engines.rollout.vllm.shards", exc_type=ImportError)
@@ -109,7 +108,6 @@ def test_a_head_that_both_ranks_hold_is_compared(engines, ranks):
 
 
 def held(engines, rank, number):
-    """Return the bytes of the weights and of the cache."""
     engine = engines[number]
     parts = engine._model.parameters(), caches(engine._engine)
     return tuple(sum(part.untyped_storage().nbytes() for part in each) for each in parts)
@@ -169,8 +167,7 @@ def test_ranks_that_write_different_tokens_are_told_so(ranks, tmp_path):
     engine = ranks.engine(save(build(), tmp_path), max_length=96, max_num_seqs=4)
     engine.update_weights(stream(build()), 0)
     ranks.run(other_tokens, engine.number)
-    with pytest.raises(EngineError, match="different tokens"):
-        generate(engine, make_requests(3))
+    refused(EngineError, lambda: generate(engine, make_requests(3)), "different tokens")
 
 
 def test_heads_that_cannot_be_shared_are_refused(ranks, tmp_path):

@@ -1,8 +1,3 @@
-"""Tests of how a vLLM server gets weights and frees memory, on a fake server.
-
-For vLLM itself see test_server.
-"""
-
 import asyncio
 import math
 
@@ -18,6 +13,7 @@ from tests.engines.rollout.case import CPU, stream
 from tests.engines.rollout.http.fake_vllm import FakeVLLM
 from tests.engines.rollout.http.fakes import Reply
 from tests.engines.rollout.vllm.models import build
+from tests.support.refusing import refused
 
 
 @pytest.fixture
@@ -53,7 +49,6 @@ def networked(make):
 
 
 def check_update(server, engine, version):
-    """Give the server new weights, and check that it holds them."""
     model = build(seed=version)
     assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
     assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
@@ -93,9 +88,8 @@ def test_a_bucket_that_the_server_does_not_want_is_told_and_the_next_group_works
     with monkeypatch.context() as patch:
         patch.setattr(server, "answer", lambda *_: Reply({"error": "out of memory"}, 500))
         patch.setattr(engine, "call", lambda *_, **__: None)
-        with pytest.raises(ServerLost, match="refused") as caught:
-            engine.update_weights(stream(build(seed=2)), 2)
-    assert server.url in caught.value.got and "out of memory" in caught.value.got
+        error = refused(ServerLost, lambda: engine.update_weights(stream(build(seed=2)), 2), "refused")
+    assert server.url in error.got and "out of memory" in error.got
     check_update(server, engine, 3)
 
 
@@ -135,8 +129,7 @@ def test_the_process_is_ended_even_if_the_connection_is_not(make, monkeypatch):
     engine = make(process=process)
     with monkeypatch.context() as patch:
         patch.setattr(engine._connection, "close", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.close()
+        refused(ZeroDivisionError, engine.close)
     assert process.ended
 
 
