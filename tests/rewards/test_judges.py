@@ -200,12 +200,10 @@ def test_wrong_arguments_are_refused_before_any_response(changed, told):
         load_custom("tandem.rewards.judges", "judge", {"server": NOWHERE} | changed)
 
 
-def test_a_rubric_is_given_or_a_column():
-    needs = [
-        load_custom("tandem.rewards.judges", "judge", {"server": NOWHERE} | more).reads.needs
-        for more in ({}, {"rubric": "be kind"}, {"template": "{response}"})
-    ]
-    assert needs == [("rubric", "prompt"), ("prompt",), ("prompt",)]
+@pytest.mark.parametrize("more", [{}, {"rubric": "be kind"}, {"template": "{response}"}])
+def test_a_rubric_is_given_or_a_column(more):
+    reads = load_custom("tandem.rewards.judges", "judge", {"server": NOWHERE} | more).reads
+    assert reads.needs == (("prompt",) if more else ("rubric", "prompt"))
 
 
 def pooled(reward, texts, **keys):
@@ -250,23 +248,20 @@ def test_failures_follow_on_error(served, tmp_path):
     scored, pool = pooled(terms(server), ["a", "b"], num_workers=0, on_error="zero")
     assert len(pool.failures) <= 1 and scored[1].score == pytest.approx(1.4)
     served.say = "no score"
-    (scored_one,), pool = pooled(terms(server), ["c"], num_workers=0, on_error="drop")
-    assert scored_one.failed and list(pool.failures) == [0]
+    (only,), pool = pooled(terms(server), ["c"], num_workers=0, on_error="drop")
+    assert only.failed and list(pool.failures) == [0]
 
 
 def test_two_judges_given_to_python_have_names_of_their_own(served, tmp_path):
-    server = asking(served, tmp_path)
-    two = {functools.partial(judge, server=server, rubric=f"be {what}"): 2.0 for what in ("kind", "short")}
+    server, rubrics = asking(served, tmp_path), ("be kind", "be short")
+    two = {functools.partial(judge, server=server, rubric=rubric): 2.0 for rubric in rubrics}
     reward = own_reward(CustomRewardConfig(terms=reward_keys(two, tmp_path)["custom_reward_function.terms"]))
     (scored,) = score([Item("x", "So.", None, columns={"prompt": "Why?"})], reward)
     assert scored.score == pytest.approx(2.8)
     assert scored.extra["judge"] == scored.extra["judge_2"] == pytest.approx(0.7)
-    assert {text for text in ("be kind", "be short") for asked in served.questions() if text in asked} == {
-        "be kind", "be short",
-    }  # fmt: skip
-    wrong = functools.partial(judge, server=server, rubrik="be kind")
-    with pytest.raises(RewardError, match="did you mean rubric"):
-        load_custom(*reference(wrong, tmp_path).rsplit(":", 1))
+    assert all(any(rubric in asked for asked in served.questions()) for rubric in rubrics)
+    wrong = reference(functools.partial(judge, server=server, rubrik="be kind"), tmp_path)
+    refused(RewardError, lambda: load_custom(*wrong.rsplit(":", 1)), "did you mean rubric")
 
 
 def test_a_run_with_a_judge_writes_its_key_nowhere(served, tmp_path, monkeypatch):
@@ -275,18 +270,12 @@ def test_a_run_with_a_judge_writes_its_key_nowhere(served, tmp_path, monkeypatch
 
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = asking(served, tmp_path / "cache", api_key_env="JUDGE_KEY")
-    keys = {
-        "actor_rollout_ref.rollout.n": 2, "data.max_response_length": 4, "data.train_batch_size": 4,
-        "reward.num_workers": 0, "trainer.logger": [],
-    }  # fmt: skip
-    run = tandem.train(
-        make_model(tmp_path / "model"),
-        train=[{"prompt": f"{n}+1=", "rubric": f"says {n + 1}"} for n in range(4)],
-        rewards={digits: 1.0, functools.partial(judge, server=server): 0.5},
-        steps=1,
-        out=tmp_path / "run",
-        config=keys,
-    )
+    keys = {"actor_rollout_ref.rollout.n": 2, "data.max_response_length": 4, "data.train_batch_size": 4}
+    rows = [{"prompt": f"{n}+1=", "rubric": f"says {n + 1}"} for n in range(4)]
+    rewards = {digits: 1.0, functools.partial(judge, server=server): 0.5}
+    config = keys | {"reward.num_workers": 0, "trainer.logger": []}
+    folders = make_model(tmp_path / "model"), tmp_path / "run"
+    run = tandem.train(folders[0], train=rows, rewards=rewards, steps=1, out=folders[1], config=config)
     for name, mean in (("judge", 0.7), ("judge_retries", 0.0)):
         assert run.curve(f"reward/extra/{name}") == [(1, pytest.approx(mean))]
     ((_, tokens),) = run.curve("reward/extra/judge_tokens")

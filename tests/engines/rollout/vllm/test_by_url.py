@@ -110,13 +110,10 @@ def test_several_servers_and_one_that_vanishes_while_weights_are_sent(folder, se
     engine.close()
 
 
-MODEL = {"seed": 9}
-
-
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
 def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save(build(**MODEL), folder)
+    save(build(seed=9), folder)
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     with serving(folder, "--max-model-len", "96", "--logprobs-mode", request.param) as url:
@@ -126,33 +123,22 @@ def engine(request, tmp_path_factory):
         made.close()
 
 
-def test_samples_of_the_model_as_it_is(engine):
-    requests = make_requests(6, n=2, temperature=1.0, max_tokens=20)
+def test_samples_of_the_model_and_of_other_distributions_where_the_server_tells_of_them(engine):
+    requests, model = make_requests(6, n=2, temperature=1.0, max_tokens=20), build(seed=9)
     samples = generate(engine, requests)
-    check_samples(build(**MODEL), requests, samples)
+    check_samples(model, requests, samples)
     assert {(len(sample.token_ids), sample.finish_reason) for sample in samples} == {(20, "length")}
     assert len({tuple(written) for written in tokens(samples)}) == 12
-
-
-def test_other_distributions_where_the_server_tells_of_them(engine):
+    check_abort_ends_on_the_server(engine)
     requests = make_requests(4, temperature=0.6)
     if engine.raw:
         error = refused(EngineError, lambda: generate(engine, requests), "another distribution")
         assert "--logprobs-mode processed_logprobs" in error.remedy
         return
-    check_samples(build(**MODEL), requests, generate(engine, requests))
+    check_samples(model, requests, generate(engine, requests))
     one = generate(engine, make_requests(3, temperature=0.6, top_k=1, max_tokens=8))
     assert tokens(one) == tokens(generate(engine, make_requests(3, temperature=0.0, max_tokens=8)))
     np.testing.assert_allclose(np.concatenate([sample.log_probs for sample in one]), 0.0, atol=1e-6)
-
-
-def test_stop_tokens_end_a_response_and_belong_to_it(engine):
-    [whole] = tokens(generate(engine, make_requests(1, temperature=0.0, max_tokens=20)))
-    stop = whole[5]
+    stop = int(one[0].token_ids[5])
     [cut] = generate(engine, make_requests(1, temperature=0.0, max_tokens=20, stop_token_ids=(stop,)))
-    assert cut.token_ids.tolist() == whole[: whole.index(stop) + 1]
-    assert cut.finish_reason == "stop"
-
-
-def test_an_aborted_request_ends_there_too(engine):
-    check_abort_ends_on_the_server(engine)
+    assert cut.finish_reason == "stop" and cut.token_ids.tolist().index(stop) == len(cut.token_ids) - 1

@@ -1,5 +1,6 @@
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,15 +62,21 @@ def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(serv
     assert set(server.files) == {"/memfd:tandem-weights (deleted)"}
 
 
-def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
+@pytest.mark.parametrize("raw", [False, True])
+def test_raw_log_probs_are_refused_and_equal_logits_are_not(raw, engine, monkeypatch):
     """A server without weights may give all tokens the same logit. top_k=1 keeps all of them."""
 
     async def ask(self, method, path, *, json):
         likeliest = len(json["sampling_params"].get("logit_bias", range(46)))
-        return {"choices": [{"logprobs": {"content": [{"logprob": -math.log(likeliest)}]}}]}
+        value = -1.5 if raw else -math.log(likeliest)
+        return {"choices": [{"logprobs": {"content": [{"logprob": value}]}}]}
 
     monkeypatch.setattr(VLLMServerEngine, "ask", ask)
-    asyncio.run(engine.connect())
+    if not raw:
+        asyncio.run(engine.connect())
+        return
+    error = refused(EngineError, lambda: asyncio.run(engine.connect()), "another distribution")
+    assert "processed_logprobs" in error.remedy
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -117,20 +124,13 @@ def test_a_server_that_is_half_awake_falls_asleep(server, engine):
     assert server.asleep == {"weights", "kv_cache"}
 
 
-class Process:
-    ended = False
-
-    def close(self):
-        self.ended = True
-
-
 def test_the_process_is_ended_even_if_the_connection_is_not(make, monkeypatch):
-    process = Process()
-    engine = make(process=process)
+    ends = []
+    engine = make(process=SimpleNamespace(close=lambda: ends.append(True)))
     with monkeypatch.context() as patch:
         patch.setattr(engine._connection, "close", lambda: 1 / 0)
         refused(ZeroDivisionError, engine.close)
-    assert process.ended
+    assert ends == [True]
 
 
 class Sleeper:
