@@ -20,9 +20,10 @@ WITH_TOOLS = (
 
 
 def test_questions_and_answers_of_a_plain_table(prompts):
+    """Text stays as it is unless it is said to be a question."""
+    rules = ("be brief", None)
     rows = [
-        {"question": "1+1=", "answer": "2", "rules": "be brief"},
-        {"question": "3", "answer": "3", "rules": None},
+        {"question": q, "answer": a, "rules": r} for q, a, r in zip(("1+1=", "3"), "23", rules, strict=True)
     ]
     keys = {"prompt_key": "question", "answer_key": "answer", "system_key": "rules"}
     dataset = prompts(rows, form=PromptForm(**keys, apply_chat_template=True))
@@ -32,11 +33,8 @@ def test_questions_and_answers_of_a_plain_table(prompts):
     assert batch["ground_truth"].tolist() == ["2", "3"]
     assert batch["data_source"].tolist() == ["data", "data"]
     assert batch["messages"][0] == [{"role": "system", "content": "be brief"}, *talk("1+1=")]
-
-
-def test_text_stays_as_it_is_unless_it_is_said_to_be_a_question(prompts):
-    dataset = prompts([{"prompt": "12+7=", "answer": "19"}], form=PromptForm(answer_key="answer"))
-    assert prompts.texts(dataset.tokens) == ["12+7="]
+    dataset = prompts(rows[1:], form=PromptForm(prompt_key="question", answer_key="answer"))
+    assert prompts.texts(dataset.tokens) == ["3"]
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -88,11 +86,8 @@ def test_demonstrations_with_tools(demonstrations):
      {"system_key": "rules"}, "row 0: rules: not empty, but the prompt already has a system message"),
     ({"rules": "r", "prompt": [1, 2]}, {"system_key": "rules"}, "prompt: token ids"),
 ])  # fmt: skip
-def test_rows_that_do_not_fit_are_named(prompts, row, form, said):
+def test_rows_and_keys_that_do_not_fit_are_named(prompts, row, form, said):
     assert said in str(prompts.refused([prompt_row("a") | row], form=PromptForm(**form)))
-
-
-def test_a_key_of_a_column_that_is_not_there(prompts):
     text = str(prompts.refused([prompt_row("a")], form=PromptForm(tools_key="tool")))
     assert "missing column 'tool'" in text and "data.tools_key" in text
 

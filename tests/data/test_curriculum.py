@@ -87,10 +87,9 @@ def test_the_built_in_sampler_goes_on_from_its_state(dataset):
     assert [second.draw(4) for _ in range(5)] == [first.draw(4) for _ in range(5)]
 
 
-@pytest.mark.parametrize("setting", [{"floor": 0.0}, {"momentum": 1.0}, {"start": 1.5}])
-def test_settings_out_of_range_are_named(dataset, setting):
-    (name,) = setting
-    error = refused(ConfigError, lambda: loaded(dataset, None, "PassRateSampler", **setting))
+@pytest.mark.parametrize(("name", "value"), [("floor", 0.0), ("momentum", 1.0), ("start", 1.5)])
+def test_settings_out_of_range_are_named(dataset, name, value):
+    error = refused(ConfigError, lambda: loaded(dataset, None, "PassRateSampler", **{name: value}))
     assert error.field == f"data.sampler.kwargs.{name}"
 
 
@@ -125,15 +124,11 @@ def test_prompts_are_recalled_by_their_uids(dataset):
 
 
 def test_what_is_no_sampler_is_refused(dataset, own):
-    error = refused(ConfigError, lambda: loaded(dataset, own, "Owm"))
-    assert "Own" in str(error.expected)
+    assert "Own" in str(refused(ConfigError, lambda: loaded(dataset, own, "Owm")).expected)
     error = refused(ConfigError, lambda: loaded(dataset, own, "Deaf"))
     assert "update, state_dict, load_state_dict" in str(error.got)
     error = refused(ConfigError, lambda: loaded(dataset, own, "Own", begin=1))
     assert error.field == "data.sampler.kwargs"
-
-
-def test_a_row_drawn_twice_is_refused(dataset, own):
     batches = DrawnBatches(dataset, 4, loaded(dataset, own, "Twice"))
     error = refused(DataError, lambda: batches.batch(0), "different rows")
     assert "4 rows, 1 different, 3 to 3" in str(error.got)

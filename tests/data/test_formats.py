@@ -59,22 +59,21 @@ def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
     assert len(read_files(files_of(str(tmp_path)), ("prompt",))) == len(ROWS) * len(WRITERS)
 
 
-def test_a_data_set_that_datasets_saved(tmp_path):
+def test_a_data_set_that_datasets_saved_and_a_pattern_without_files(tmp_path):
     rows = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict(train=rows, test=rows.select(range(5))).save_to_disk(
-        str(tmp_path), num_shards={"train": 2, "test": 1}
-    )
+    saved = datasets.DatasetDict(train=rows, test=rows.select(range(5)))
+    saved.save_to_disk(str(tmp_path), num_shards={"train": 2, "test": 1})
     files = files_of(str(tmp_path / "train"))
     assert len(files) == 2
     assert read_files(files, ("prompt",), optional=None).table.to_pylist() == ROWS
-    with pytest.raises(ConfigErrors) as caught:
-        load_train_config(None, ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}"])
-    assert f"{tmp_path}/train or {tmp_path}/test" in str(caught.value)
-
-
-def test_a_pattern_without_files_is_an_error(tmp_path):
-    given = ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}/*.parquet"]
-    refused(ConfigErrors, lambda: load_train_config(None, given), "no data files found")
+    for given, said in (
+        (tmp_path, f"{tmp_path}/train or {tmp_path}/test"),
+        (f"{tmp_path}/*.p", "no data files"),
+    ):
+        keys = ["actor_rollout_ref.model.path=/none", f"data.train_files={given}"]
+        with pytest.raises(ConfigErrors) as caught:
+            load_train_config(None, keys)
+        assert said in str(caught.value)
 
 
 NEEDED = ("prompt", "data_source", "reward_model")

@@ -45,10 +45,15 @@ def test_the_seed_fixes_the_order_and_without_shuffle_it_is_the_files():
     assert rows_of(loader, 5) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
-def test_uid_is_unique_over_epochs():
-    loader = loader_of(4, 2, shuffle=True, seed=0)
-    uids = [uid for _ in range(6) for uid in loader.next().non_tensor_batch["uid"]]
-    assert sorted(uids) == sorted(f"{epoch}-{row}" for epoch in range(3) for row in range(4))
+def test_uid_is_unique_over_epochs_and_a_batch_is_a_function_of_its_number():
+    loader, fresh = (loader_of(4, 2, shuffle=True, seed=0) for _ in range(2))
+    batches = [loader.next().non_tensor_batch["uid"].tolist() for _ in range(6)]
+    assert sorted(uid for batch in batches for uid in batch) == [
+        f"{epoch}-{row}" for epoch in range(3) for row in range(4)
+    ]
+    asked = [5, 0, 3, 3, 4]
+    found = [fresh.batch(number).non_tensor_batch["uid"].tolist() for number in asked]
+    assert found == [batches[number] for number in asked] and fresh.used == 0
 
 
 @pytest.mark.parametrize("taken", range(9))
@@ -63,13 +68,6 @@ def test_resumed_loader_goes_on_exactly(taken):
     assert rows_of(second, 12 - taken) == whole[taken:]
 
 
-def test_state_is_plain_and_holds_epoch_position_seed():
-    order = BatchOrder(4, 2, shuffle=True, seed=9)
-    order.used = 3
-    state = {"epoch": 1, "position": 2, "seed": 9, "shuffle": True, "stretches": [[0, 4]]}
-    assert order.state_dict() == state
-
-
 @pytest.mark.parametrize(("rows", "shuffle", "seed", "got"), [
     (7, True, 0, "seed 0, shuffle True, rows 7"),
     (8, False, 0, "seed 0, shuffle False, rows 8"),
@@ -77,6 +75,8 @@ def test_state_is_plain_and_holds_epoch_position_seed():
 ])  # fmt: skip
 def test_state_of_another_order_is_refused(rows, shuffle, seed, got):
     state = BatchOrder(8, 2, shuffle=True, seed=0).state_dict()
+    whole = {"epoch": 0, "position": 0, "seed": 0, "shuffle": True, "stretches": [[0, 8]]}
+    assert state == whole
     order = BatchOrder(rows, 2, seed=seed, shuffle=shuffle)
     error = refused(DataError, lambda: order.load_state_dict(state))
     assert (error.got, error.expected) == (got, "seed 0, shuffle True, rows 8")
@@ -101,36 +101,21 @@ def test_rows_that_were_added_join_in_the_next_epoch(taken):
 
 
 def test_data_that_grew_twice_go_on_exactly_in_between():
-    first = loader_of(8, 2, shuffle=True, seed=1)
+    first, second, third, again = (loader_of(rows, 2, shuffle=True, seed=1) for rows in (8, 10, 14, 14))
+    second.load_state_dict(first.state_dict())
+    assert second.stretches == ((0, 10),)  # new rows are there at once before the first step
     rows_of(first, 3)
-    second = loader_of(10, 2, shuffle=True, seed=1)
     second.load_state_dict(first.state_dict())
     rows_of(second, 4)  # the last batch of epoch 0, then three of epoch 1
-    third = loader_of(14, 2, shuffle=True, seed=1)
     third.load_state_dict(second.state_dict())
     assert third.stretches == ((0, 8), (1, 10), (2, 14))
     assert (third.epoch, third.position, third.used) == (1, 6, 7)
     uids = [uid for _ in range(9) for uid in third.next().non_tensor_batch["uid"]]
     assert [uid.split("-")[0] for uid in uids] == ["1"] * 4 + ["2"] * 14
-    again = loader_of(14, 2, shuffle=True, seed=1)
     again.load_state_dict(third.state_dict())
     assert again.state_dict() == third.state_dict()
-    assert again.batch(2).non_tensor_batch["uid"].tolist() == first.batch(2).non_tensor_batch["uid"].tolist()
-
-
-def test_data_that_grew_before_the_first_step_are_new_at_once():
-    grown = loader_of(10, 2, shuffle=False, seed=1)
-    grown.load_state_dict(loader_of(8, 2, shuffle=False, seed=1).state_dict())
-    assert grown.stretches == ((0, 10),)
-
-
-def test_a_batch_is_a_function_of_its_number():
-    loader = loader_of(11, 3, shuffle=True, seed=7)
-    in_order = [loader.next().non_tensor_batch["uid"].tolist() for _ in range(8)]
-    asked = [7, 0, 3, 3, 5]
-    fresh = loader_of(11, 3, shuffle=True, seed=7)
-    found = [fresh.batch(number).non_tensor_batch["uid"].tolist() for number in asked]
-    assert found == [in_order[number] for number in asked] and fresh.used == 0
+    batches = [each.batch(2).non_tensor_batch["uid"].tolist() for each in (again, first)]
+    assert batches[0] == batches[1] and (again.used, first.used) == (third.used, 3)
 
 
 @pytest.mark.parametrize(("epoch", "position", "size", "used"), [
@@ -143,9 +128,7 @@ def test_another_batch_size_goes_on_at_the_next_batch_that_repeats_no_row(epoch,
 
 
 def test_dataset_smaller_than_a_batch():
-    with pytest.raises(DataError) as caught:
-        loader_of(3, 4, shuffle=True, seed=0)
-    error = caught.value
+    error = refused(DataError, lambda: loader_of(3, 4, shuffle=True, seed=0))
     assert (error.field, error.got) == ("data.train_batch_size", "batch size 4, 3 row(s) of data")
 
 

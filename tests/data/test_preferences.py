@@ -101,6 +101,8 @@ def test_answers_of_messages_follow_a_prompt_of_messages(pairs):
 
 def test_texts_without_a_prompt_are_the_whole(pairs):
     data = pairs([{"chosen": "The sky is blue.", "rejected": "no"}])
-    assert pairs.texts(data.chosen) == ["The sky is blue.<|im_end|>"]
+    assert pairs.texts(data.chosen) + pairs.texts(data.rejected) == [
+        "The sky is blue.<|im_end|>",
+        "no<|im_end|>",
+    ]
     assert data.chosen_mask.row(0).tolist() == [False] + [True] * 16
-    assert pairs.texts(data.rejected) == ["no<|im_end|>"]

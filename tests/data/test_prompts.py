@@ -2,7 +2,6 @@ import copy
 import json
 import random
 
-import numpy as np
 import pytest
 import torch
 
@@ -100,27 +99,20 @@ def test_truncation_cuts_tokens(prompts, truncation, kept):
     assert prompts.texts(dataset.tokens) == ["a b", kept, "12345"] and dataset.dropped == 0
 
 
-def test_truncation_error_names_rows_and_lengths(prompts):
+def test_long_rows_are_named_with_their_lengths_or_dropped_and_counted(prompts):
     error = prompts.refused([text_row("x" * length) for length in (3, 9, 5, 6)], max_prompt_length=5)
     assert error.field == "data.max_prompt_length" and "2 row(s) of 4" in error.message
     assert "row 1: 9 tokens\n" in str(error) and "row 3: 6 tokens\n" in str(error)
     assert "at most 5 tokens; the longest has 9" in str(error.expected)
     assert "data.filter_overlong_prompts=True" in str(error.remedy)
-
-
-def test_filter_drops_counts_and_keeps_row_numbers(prompts):
-    rows = [text_row("x" * n, str(n)) for n in (6, 2, 7, 5)]
-    dataset = prompts(rows, max_prompt_length=5, filter_overlong_prompts=True)
+    limits = {"max_prompt_length": 5, "filter_overlong_prompts": True}
+    dataset = prompts([text_row("x" * n, str(n)) for n in (6, 2, 7, 5)], **limits)
     assert (len(dataset), dataset.dropped) == (2, 2)
     batch = dataset.batch([1, 0], uid_prefix="0")
     assert batch.ragged("prompts").lengths.tolist() == [5, 2]
     columns = columns_of(batch)
     assert columns["ground_truth"] == ["5", "2"] and columns["uid"] == ["0-3", "0-1"]
-
-
-def test_all_filtered_out(prompts):
-    rows = [text_row("x" * n) for n in (6, 8)]
-    error = prompts.refused(rows, max_prompt_length=5, filter_overlong_prompts=True)
+    error = prompts.refused([text_row("x" * n) for n in (6, 8)], **limits)
     assert error.field == "data.filter_overlong_prompts"
     assert "prompts of 6 to 8 tokens" in str(error.got) and "(now 5)" in str(error.remedy)
 
@@ -135,36 +127,29 @@ def test_a_wrong_choice_of_truncation_and_files_that_are_not_there(prompts):
     assert "no data file is named" in str(prompts.refused([]))
 
 
-def test_template_missing(prompts):
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+)
+CONTENT = "{{ m.content }}{% endfor %}"
+
+
+def test_templates_that_are_missing_refuse_a_row_or_are_broken(prompts):
+    """A broken template is named, and not the rows."""
     prompts.tokenizer.chat_template = None
     error = prompts.refused([prompt_row("a")])
     assert "no chat template" in error.message and prompts.tokenizer.name_or_path in str(error)
     assert "actor_rollout_ref.model.custom_chat_template=" in str(error.remedy)
-
-
-def test_template_that_refuses_names_the_row(prompts):
-    prompts.tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
-    )
+    prompts.tokenizer.chat_template = REFUSES + CONTENT
     error = prompts.refused([prompt_row("a"), prompt_row([{"role": "system", "content": "x"}])])
     assert "1 row(s)" in error.message and "row 1: no system role" in str(error.got)
-
-
-@pytest.mark.parametrize(
-    "template", ["{% for m in messages %}{{ m.content }}", "{{ messages[0].nothing.more }}"]
-)
-def test_a_broken_template_is_named_and_not_the_rows(prompts, template):
-    prompts.tokenizer.chat_template = template
-    error = prompts.refused([prompt_row("x")] * 3)
-    assert error.field == "tokenizer.chat_template"
-    assert "row 0" not in str(error) and "custom_chat_template=" in str(error)
-
-
-def test_prompt_without_tokens(prompts):
-    prompts.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompts.tokenizer.chat_template = "{% for m in messages %}" + CONTENT
     error = prompts.refused([prompt_row("a"), prompt_row("")])
     assert "1 row(s)" in error.message and "row 1: no tokens" in str(error.got)
+    for broken in ("{% for m in messages %}{{ m.content }}", "{{ messages[0].nothing.more }}"):
+        prompts.tokenizer.chat_template = broken
+        error = prompts.refused([prompt_row("x")] * 3)
+        assert error.field == "tokenizer.chat_template"
+        assert "row 0" not in str(error) and "custom_chat_template=" in str(error)
 
 
 def test_ten_rows_are_named_with_their_files_and_the_rest_counted(prompts):
@@ -178,7 +163,7 @@ def test_ten_rows_are_named_with_their_files_and_the_rest_counted(prompts):
 def test_many_rows_are_stored_flat(prompts):
     dataset = prompts([text_row("x" * (1 + n % 7)) for n in range(5000)])
     assert dataset.tokens.dtype == torch.int32
-    assert np.array_equal(dataset.tokens.lengths.numpy(), 1 + np.arange(5000) % 7)
+    assert dataset.tokens.lengths.tolist() == [1 + n % 7 for n in range(5000)]
 
 
 def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(prompts):

@@ -63,16 +63,8 @@ def test_template_that_drops_earlier_thinking(demonstrations):
     assert learnt(demonstrations, dataset) == [(first, False), ("<think></think>2<|im_end|>", True)]
     last = [(second, False), ("<think></think>4<|im_end|>", True), ("\n", False)]
     assert learnt(demonstrations, dataset, 1) == last
-    batch = dataset.batch([1, 0], uid_prefix="0")
-    assert list(batch.non_tensor_batch["index"]) == [0, 0]
-    assert list(batch.non_tensor_batch["uid"]) == ["0-1", "0-0"]
-
-
-def test_template_whose_turns_cannot_be_found(demonstrations):
-    demonstrations.tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}x{% endfor %}"
-    error = demonstrations.refused([{"messages": talk("1", "2")}])
-    assert error.field == "tokenizer.chat_template" and "row" not in str(error)
-    assert "model.custom_chat_template=" in str(error.remedy)
+    columns = dataset.batch([1, 0], uid_prefix="0").non_tensor_batch
+    assert [list(columns[name]) for name in ("index", "uid")] == [[0, 0], ["0-1", "0-0"]]
 
 
 @pytest.mark.parametrize(("row", "keys", "expected"), [
@@ -111,16 +103,13 @@ def test_truncation_cuts_tokens_and_mask_alike(demonstrations, prompt, length, t
     assert dataset.response_mask.row(0).tolist() == mask
 
 
-def test_overlong_rows_and_rows_with_nothing_left(demonstrations):
+def test_overlong_rows_rows_with_nothing_left_and_tokenizers_without_end_or_template(demonstrations):
     rows = [pair("1" * n, "2") for n in (1, 5, 9)]
     error = demonstrations.refused(rows, max_length=7)
     assert error.field == "data.max_length" and "1 row(s) of 3" in error.message
     assert "row 2: 11 tok" in str(error.got)
     error = demonstrations.refused(rows, max_length=6, truncation="right")
     assert "1 row(s)" in error.message and "row 2: none of its 6 tokens" in str(error.got)
-
-
-def test_a_tokenizer_without_end_or_template(demonstrations):
     demonstrations.tokenizer.chat_template = None
     assert "no chat template" in str(demonstrations.refused([{"messages": talk("1", "2")}]))
     demonstrations.tokenizer.eos_token = None
@@ -145,14 +134,10 @@ def test_wrong_rows(demonstrations, good, change, problem):
     assert "1 row(s)" in error.message and f"row 1: {problem}" in str(error.got)
 
 
-def test_missing_columns_name_both_forms(demonstrations):
+def test_missing_columns_and_files_of_different_forms(demonstrations):
     error = demonstrations.refused([{"prompt": "1", "answer": "2"}])
     assert "'messages' or 'response' or 'completion' or 'text'" in error.message
     assert error.got == "columns prompt, answer"
-    assert str(error.expected).startswith("messages or prompt, response or prompt, ")
-
-
-def test_files_of_different_forms(demonstrations):
     rows = {"a.parquet": {"messages": talk("1", "2")}, "b.parquet": pair("1", "2")}
     paths = [demonstrations.files.parquet([row], name) for name, row in rows.items()]
     assert demonstrations.refused(paths).got == "messages; prompt, response"

@@ -196,7 +196,7 @@ def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(o
 def test_an_asynchronous_function_costs_its_own_score_alone(act, own, pool):
     reward = own(
         "import asyncio, os, sys, time\nasync def fails(): raise ValueError\nasync def exits(): sys.exit(3)\n"
-        f"async def compute_score({GIVEN}):\n    if solution_str == 'attack':\n        {act}\n    return 1.0\n"
+        f"async def compute_score({GIVEN}):\n    if solution_str == 'attack': {act}\n    return 1.0\n"
     )
     made = pool(reward, num_workers=1, timeout=TIMEOUT, on_error="drop")
     assert [s.failed for s in made.score(texts("a", "attack", "b"))] == [False, act != "os.fork()", False]
