@@ -21,10 +21,8 @@ WITH_TOOLS = (
 
 def test_questions_and_answers_of_a_plain_table(prompts):
     """Text stays as it is unless it is said to be a question."""
-    rules = ("be brief", None)
-    rows = [
-        {"question": q, "answer": a, "rules": r} for q, a, r in zip(("1+1=", "3"), "23", rules, strict=True)
-    ]
+    rows = [{"question": "1+1=", "answer": "2", "rules": "be brief"}]
+    rows.append({"question": "3", "answer": "3", "rules": None})
     keys = {"prompt_key": "question", "answer_key": "answer", "system_key": "rules"}
     dataset = prompts(rows, form=PromptForm(**keys, apply_chat_template=True))
     system = "<|im_start|>system\nbe brief<|im_end|>\n"

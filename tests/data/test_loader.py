@@ -48,9 +48,8 @@ def test_the_seed_fixes_the_order_and_without_shuffle_it_is_the_files():
 def test_uid_is_unique_over_epochs_and_a_batch_is_a_function_of_its_number():
     loader, fresh = (loader_of(4, 2, shuffle=True, seed=0) for _ in range(2))
     batches = [loader.next().non_tensor_batch["uid"].tolist() for _ in range(6)]
-    assert sorted(uid for batch in batches for uid in batch) == [
-        f"{epoch}-{row}" for epoch in range(3) for row in range(4)
-    ]
+    every = [f"{epoch}-{row}" for epoch in range(3) for row in range(4)]
+    assert sorted(uid for batch in batches for uid in batch) == every
     asked = [5, 0, 3, 3, 4]
     found = [fresh.batch(number).non_tensor_batch["uid"].tolist() for number in asked]
     assert found == [batches[number] for number in asked] and fresh.used == 0

@@ -101,8 +101,6 @@ def test_answers_of_messages_follow_a_prompt_of_messages(pairs):
 
 def test_texts_without_a_prompt_are_the_whole(pairs):
     data = pairs([{"chosen": "The sky is blue.", "rejected": "no"}])
-    assert pairs.texts(data.chosen) + pairs.texts(data.rejected) == [
-        "The sky is blue.<|im_end|>",
-        "no<|im_end|>",
-    ]
+    texts = pairs.texts(data.chosen) + pairs.texts(data.rejected)
+    assert texts == ["The sky is blue.<|im_end|>", "no<|im_end|>"]
     assert data.chosen_mask.row(0).tolist() == [False] + [True] * 16

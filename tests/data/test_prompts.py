@@ -127,10 +127,8 @@ def test_a_wrong_choice_of_truncation_and_files_that_are_not_there(prompts):
     assert "no data file is named" in str(prompts.refused([]))
 
 
-REFUSES = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-)
-CONTENT = "{{ m.content }}{% endfor %}"
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+CONTENT = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 def test_templates_that_are_missing_refuse_a_row_or_are_broken(prompts):
@@ -142,7 +140,7 @@ def test_templates_that_are_missing_refuse_a_row_or_are_broken(prompts):
     prompts.tokenizer.chat_template = REFUSES + CONTENT
     error = prompts.refused([prompt_row("a"), prompt_row([{"role": "system", "content": "x"}])])
     assert "1 row(s)" in error.message and "row 1: no system role" in str(error.got)
-    prompts.tokenizer.chat_template = "{% for m in messages %}" + CONTENT
+    prompts.tokenizer.chat_template = CONTENT
     error = prompts.refused([prompt_row("a"), prompt_row("")])
     assert "1 row(s)" in error.message and "row 1: no tokens" in str(error.got)
     for broken in ("{% for m in messages %}{{ m.content }}", "{{ messages[0].nothing.more }}"):

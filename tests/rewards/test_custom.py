@@ -50,8 +50,9 @@ def test_a_file_and_a_module(good):
 
 
 def test_what_cannot_be_loaded(tmp_path):
-    error = raised(str(tmp_path / "absent.py"))
-    assert (error.field, error.got) == ("custom_reward_function.path", str(tmp_path / "absent.py"))
+    absent = str(tmp_path / "absent.py")
+    error = raised(absent)
+    assert (error.field, error.got) == ("custom_reward_function.path", absent)
     error = raised("no_such_package.reward")
     assert isinstance(error.__cause__, ModuleNotFoundError) and "no_such_package" in error.message
     (tmp_path / "bad.py").write_text("x = 1 / 0\n")

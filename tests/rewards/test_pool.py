@@ -1,13 +1,10 @@
 import gc
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,26 +22,19 @@ kept = []
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     kind, value = solution_str.split()
-    if kind == "hang":
-        time.sleep(600)
-    if kind == "exit":
-        os._exit(3)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "segfault":
-        ctypes.string_at(0)
-    if kind == "leak":
-        kept.append(bytearray(os.urandom(1)) * (64 << 20))
-    if kind == "print":
-        print("printed", value)
+    if kind == "hang": time.sleep(600)
+    if kind == "exit": os._exit(3)
+    if kind == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "segfault": ctypes.string_at(0)
+    if kind == "leak": kept.append(bytearray(os.urandom(1)) * (64 << 20))
+    if kind == "print": print("printed", value)
     return {"score": float(value), "pid": os.getpid()}
 
 def column(response, **columns):
     return len(response)
 
 def format(prompt, response):
-    if response == "hang":
-        time.sleep(600)
+    if response == "hang": time.sleep(600)
     return 1.0 if response.startswith("ok") else None
 
 def group(prompt, responses, **columns):
@@ -55,8 +45,7 @@ met = vars(asyncio).setdefault("met", {name: asyncio.Event() for name in ("first
 async def meet(mine, other, text):
     met[mine].set()
     await asyncio.wait_for(met[other].wait(), 5)
-    if mine in text:
-        raise ValueError(mine)
+    if mine in text: raise ValueError(mine)
     return 1.0
 
 async def first(prompt, response):
@@ -74,19 +63,13 @@ async def waiting(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-Made = Callable[..., Any]
-
-
 def items_of(*texts):
     return [Item("any", text, None, index=row) for row, text in enumerate(texts)]
 
 
-def asked(*texts, uids=""):
-    given = uids or " " * len(texts)
-    return [
-        Item("any", text, None, columns={"prompt": "p"}, uid=uid)
-        for text, uid in zip(texts, given, strict=True)
-    ]
+def asked(*texts, uids="   "):
+    pairs = zip(texts, uids, strict=False)
+    return [Item("any", text, None, columns={"prompt": "p"}, uid=uid) for text, uid in pairs]
 
 
 def told(scored):
@@ -143,21 +126,12 @@ def test_a_failure_raises_after_its_retries_and_the_next_batch_is_scored(reward,
 @pytest.mark.parametrize("wait", [0.0, 0.001, 0.05, 1.0])
 def test_a_pool_is_closed_while_another_thread_scores(reward, pool, wait):
     made = pool(reward(), num_workers=2, timeout=60.0)
-    raised = []
-
-    def score():
-        try:
-            made.score(items_of("hang 1", "hang 2"))
-        except BaseException as error:
-            raised.append(error)
-
-    scoring = threading.Thread(target=score)
-    scoring.start()
-    time.sleep(wait)
-    made.close()
-    scoring.join(10)
-    assert not scoring.is_alive() and not made._children
-    assert [type(error) for error in raised] == [RewardError]
+    with ThreadPoolExecutor(1) as thread:
+        scoring = thread.submit(made.score, items_of("hang 1", "hang 2"))
+        time.sleep(wait)
+        made.close()
+        assert type(scoring.exception(10)) is RewardError
+    assert not made._children
     refused(RewardError, lambda: made.score(items_of("ok 1")), "closed")
 
 
@@ -173,11 +147,13 @@ def test_a_process_that_died_between_batches_costs_no_score(reward, pool):
 
 
 def test_a_failure_is_handled_in_this_process_too(reward, pool):
-    scored = pool(reward(), num_workers=0, on_error="zero").score(
-        items_of("ok 1", "exit 2", "ok three", "ok 4")
-    )
+    made = pool(reward(), num_workers=0, on_error="zero")
+    scored = made.score(items_of("ok 1", "exit 2", "ok three", "ok 4"))
     assert told(scored) == [(1, False), (0, True), (0, True), (4, False)]
     assert scored[0].extra["pid"] == os.getpid()
+    made = pool(reward("format"), num_workers=1, on_error="drop")
+    assert told(made.score(asked("ok", "no"))) == [(1.0, False), (0.0, True)]  # nothing to say is a failure
+    assert made.counts == {"failed": 1}
 
 
 def test_asynchronous_calls_wait_side_by_side_and_a_failed_one_fails_alone(reward, pool):
@@ -216,12 +192,6 @@ def test_temporary_files_go_with_the_pool(reward):
     assert not Path(scored.why).parent.exists()
 
 
-def test_a_response_of_which_no_function_has_anything_to_say_has_failed(reward, pool):
-    made = pool(reward("format"), num_workers=1, on_error="drop")
-    assert told(made.score(asked("ok", "no"))) == [(1.0, False), (0.0, True)]
-    assert made.counts == {"failed": 1}
-
-
 def test_a_silent_function_is_spoken_of_once(reward, pool, monkeypatch):
     monkeypatch.setattr("tandem.rewards.pool.SLOW_SECONDS", 0.5)
     said = []
@@ -229,31 +199,27 @@ def test_a_silent_function_is_spoken_of_once(reward, pool, monkeypatch):
     made.score(items_of("ok 1"))
     said.clear()
     made.score(items_of("hang 1"))
-    assert len(said) == 1 and "row 0" in said[0] and "3 s (reward.timeout)" in said[0]
+    (line,) = said
+    assert "row 0" in line and "3 s (reward.timeout)" in line
 
 
 def test_no_process_outlives_a_killed_parent(tmp_path):
-    source = tmp_path / "own.py"
-    source.write_text(SOURCE)
+    (tmp_path / "own.py").write_text(SOURCE)
     program = f"""
 from pathlib import Path
 from tandem.config.rewards import RewardConfig
-from tandem.rewards import Item
-from tandem.rewards.custom import load_custom
-from tandem.rewards.pool import Pool
-pool = Pool(load_custom({str(source)!r}), RewardConfig(num_workers=2), Path({str(tmp_path / "reward.log")!r}))
+from tandem.rewards import Item, Pool, load_custom
+folder = Path({str(tmp_path)!r})
+pool = Pool(load_custom(str(folder / "own.py")), RewardConfig(num_workers=2), folder / "reward.log")
 pool.score([Item("any", "ok 1", None)] * 4)
 print("started", flush=True)
 pool.score([Item("any", "hang 1", None)] * 4)
 """
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    assert parent.stdout.readline() == "started\n"
-    time.sleep(0.5)
-    below = psutil.Process(parent.pid).children(recursive=True)
-    assert len(below) >= 3  # two scoring processes, and the server that forked them
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    parent.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "started\n"
+        time.sleep(0.5)
+        below = psutil.Process(parent.pid).children(recursive=True)
+        assert len(below) >= 3  # two scoring processes, and the server that forked them
+        parent.kill()
     _, alive = psutil.wait_procs(below, timeout=5)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]

@@ -1,4 +1,5 @@
 import functools
+import json
 import random
 import time
 from collections import Counter
@@ -38,8 +39,7 @@ def test_choice(response, chosen):
 
 
 def test_choice_names_its_truth():
-    for truth in ("C", "(c)", "C. Rome", 2, "2"):
-        assert right(rules.choice("C", truth))
+    assert all(right(rules.choice("C", truth)) for truth in ("C", "(c)", "C. Rome", 2, "2"))
     assert rules.choice("no", "C")["why"] == "no answer found"
     for truth in ("7", "Z", "Rome"):
         with pytest.raises(ValueError, match="letter of ABCD"):
@@ -60,10 +60,6 @@ def test_numeric(response, truth, limits, expected):
     assert right(rules.numeric(response, None, {"ground_truth": truth}, **limits)) is expected
 
 
-def test_numeric_wants_a_number():
-    refused(ValueError, lambda: rules.numeric("5", "x"), "right answer 'x' is not a number")
-
-
 def test_exact():
     assert right(rules.exact("<think>hm</think>\n New  York\n", "New York"))
     assert right(rules.exact("why <answer>b</answer>", ["a", "b"]))
@@ -71,6 +67,7 @@ def test_exact():
     assert right(rules.exact("new york", "New York", ignore_case=True))
     assert rules.exact("Rome", "Paris")["why"] == "answer Rome, expected Paris"
     refused(ValueError, lambda: rules.exact("x"), "neither text")
+    refused(ValueError, lambda: rules.numeric("5", "x"), "right answer 'x' is not a number")
 
 
 def test_patterns_that_backtrack_for_ever_end():
@@ -91,14 +88,10 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "number"}}, "required":
     ("", "no JSON: "),
 ])  # fmt: skip
 def test_json_schema(response, telling):
-    for schema in (SCHEMA, '{"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]}'):
+    for schema in (SCHEMA, json.dumps(SCHEMA)):
         found = rules.json_schema(response, schema)
         assert right(found) == (not telling) and telling in found["why"]
-
-
-def test_a_schema_fetches_nothing():
-    with pytest.raises(Exception, match="Unresolvable"):
-        rules.json_schema("1", {"$ref": "http://localhost:1/schema.json"})
+    refused(Exception, lambda: rules.json_schema("1", {"$ref": "http://localhost:1/s.json"}), "Unresolvable")
 
 
 @pytest.mark.parametrize(("response", "score_", "telling"), [
@@ -116,30 +109,22 @@ def test_countdown(response, score_, telling):
     assert found["score"] == score_ and telling in found["why"]
     truth = {"ground_truth": {"numbers": [3, 3, 5], "target": 24}}
     assert rules.countdown(response, reward_model=truth, form=0.1) == found
-
-
-def test_countdown_is_exact():
-    assert rules.countdown("8/(3-8/3)", [8, 3, 8, 3], 24)["score"] == 1.0
+    assert rules.countdown("8/(3-8/3)", [8, 3, 8, 3], 24)["score"] == 1.0  # exact fractions
 
 
 FORM = "<think>a</think><answer>b</answer>"
 
 
 @pytest.mark.parametrize(("response", "why"), [
-    (FORM, "matches the template"),
-    ("\n<think>a</think>\n <answer>b</answer>\n", "matches the template"),
-    ("<think>a</think>c<answer>b</answer>", "text before <answer>"),
-    ("<think> </think><answer>b</answer>", "no text before </think>"),
-    ("<answer>b</answer>", "<think> is missing"),
+    (FORM, "matches the template"), ("\n<think>a</think>\n <answer>b</answer>\n", "matches the template"),
+    ("<think>a</think>c<answer>b</answer>", "text before <answer>"), ("", "<think> is missing"),
+    ("<think> </think><answer>b</answer>", "no text before </think>"), (FORM + "more", "text before the end"),
+    ("<answer>b</answer>", "<think> is missing"), (FORM + FORM, "<think> is there too often"),
     ("<answer>b</answer><think>a</think>", "text before <think>"),
     ("<think>a<think></think><answer>b</answer>", "<think> is there too often"),
-    (FORM + "more", "text before the end"),
-    (FORM + FORM, "<think> is there too often"),
-    ("", "<think> is missing"),
 ])  # fmt: skip
 def test_format(response, why):
-    found = rules.format(response)
-    assert found == {"score": float(why == "matches the template"), "why": why}
+    assert rules.format(response) == {"score": float(why == "matches the template"), "why": why}
 
 
 def test_other_templates():
@@ -214,13 +199,9 @@ def terms(*given):
 
 
 ITEM = Item("x", "It is 7.", None, columns={"prompt": "3+4=", "answer": "7"}, uid="u", token_ids=[1, 2, 3, 4])
-EXPECTED = Scored(
-    1.0 - 0.1 * 0.5,
-    {"acc": 1.0, "numeric": 1.0, "length": -0.5, "repetition": 0.0},
-    "7",
-    True,
-    why="numeric: answer 7, expected 7; length: 4 tokens, not 8; repetition: 0 of 1 3-grams are repeated",
-)
+WHY = "numeric: answer 7, expected 7; length: 4 tokens, not 8; repetition: 0 of 1 3-grams are repeated"
+EXTRA = {"acc": 1.0, "numeric": 1.0, "length": -0.5, "repetition": 0.0}
+EXPECTED = Scored(1.0 - 0.1 * 0.5, EXTRA, "7", True, why=WHY)
 
 
 def test_rules_are_summed_from_a_config():
@@ -233,11 +214,8 @@ def test_rules_are_summed_from_a_config():
 
 def test_rules_come_from_python(tmp_path):
     rewards = {rules.numeric: 1.0, functools.partial(rules.length, target=8): 0.1, rules.repetition: 1}
-    keys = reward_keys(rewards, tmp_path)
-    config = CustomRewardConfig.model_validate(
-        {name.removeprefix("custom_reward_function."): value for name, value in keys.items()}
-    )
-    own = own_reward(config)
+    keys = {name.split(".", 1)[1]: value for name, value in reward_keys(rewards, tmp_path).items()}
+    own = own_reward(CustomRewardConfig.model_validate(keys))
     assert own is not None and all(part.bounded for part in own.parts)
     assert score([ITEM], own) == [EXPECTED]
 

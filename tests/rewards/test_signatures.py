@@ -46,14 +46,10 @@ def test_the_columns_a_function_reads_are_its_other_parameters(load, parameters,
     ("prompts, response", "name two ways"), ("completions, response", "name two ways"),
     ("completions, trainer_state", "takes trainer_state"),
     ("solution_str, ground_truth", "cannot be called as needed"),
+    ("prompt, respnse, answer", r"is 'respnse' the parameter 'response'\?"),
 ])  # fmt: skip
-def test_an_unclear_signature_is_an_error(load, parameters, problem):
+def test_an_unclear_or_misspelt_signature_is_an_error(load, parameters, problem):
     refused(RewardError, lambda: load(f"def f({parameters}): return 0.0"), problem)
-
-
-def test_a_misspelt_parameter_is_named(load):
-    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\?"):
-        load("def f(prompt, respnse, answer): return 0.0")
 
 
 def test_misspelt_arguments_are_refused_before_any_call(load):
@@ -109,30 +105,24 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
 
 
 def test_terms_of_one_name_are_an_error(load):
-    reward = load("def f(response): return 1.0")
-    refused(RewardError, lambda: WeightedSum((("f", reward, 1.0), ("f", reward, 1.0))), "own name")
+    terms = (("f", load("def f(response): return 1.0"), 1.0),) * 2
+    refused(RewardError, lambda: WeightedSum(terms), "own name")
 
 
 def test_calls_of_an_asynchronous_function_wait_side_by_side(load):
-    code = """
-import asyncio
-barrier = asyncio.Barrier(30)
-async def f(response):
-    await asyncio.wait_for(barrier.wait(), 10)
-    return float(response)
-"""
-    items = [item(str(number)) for number in range(30)]
-    reward = load(code)
-    assert scores(reward, *items) == list(range(30))
-    assert scores(reward, *items) == list(range(30))  # all in the event loop that the barrier belongs to
+    reward = load(
+        "import asyncio\nbarrier = asyncio.Barrier(30)\nasync def f(response):\n"
+        "    await asyncio.wait_for(barrier.wait(), 10)\n    return float(response)\n"
+    )
+    for _ in range(2):  # all in the event loop that the barrier belongs to
+        assert scores(reward, *(item(str(number)) for number in range(30))) == list(range(30))
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
-def test_an_asynchronous_function_cannot_end_the_process(load, end):
-    code = f"import asyncio, os, sys\nasync def f(response):\n    await asyncio.sleep(0)\n    {end}"
+@pytest.mark.parametrize("parameter", ["response", "responses"])
+def test_an_asynchronous_function_cannot_end_the_process(load, end, parameter):
+    code = f"import asyncio, os, sys\nasync def f({parameter}):\n    await asyncio.sleep(0)\n    {end}"
     refused(RewardError, lambda: scores(load(code), item("a"), item("b")), "exit status 3")
-    with pytest.raises(RewardError, match="exit status 3"):
-        scores(load(code.replace("response", "responses")), item("a"))
     assert scores(load("async def f(response): return 1"), item("a")) == [1]
 
 

@@ -37,12 +37,11 @@ SCORED = {
                   "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"],
     "arithmetic": ["arithmetic", "arithmetic/hard"],
 }  # fmt: skip
-PROGRAMS = ["codecontests", "apps", "codeforces", "taco"]
 HOSTILE = [
     "", " ", "\x00\ud800", "a" * 1_000_000, "9" * 1_000_000, "#### " + "9" * 1_000_000,
     "\\boxed{" * 150_000,
     "\\boxed{" + "{" * 1_000_000, "<answer>" * 120_000, "</answer>" * 110_000, "<think>" * 140_000,
-    "Answer:" * 140_000, "####" * 250_000, "#### " + "$" * 1_000_000, "\n" * 1_000_000,
+    "Answer:" * 140_000, "####" * 250_000, ("####" + " " * 50_000) * 3, "#### " + "$" * 1_000_000, "\n" * 1_000_000,
 ]  # fmt: skip
 
 
@@ -54,8 +53,8 @@ def test_every_source_has_its_scorer(module):
 
 def test_ones_own_function_scores_programs(own):
     custom = own("def compute_score(**given):\n    return 0.5\n")
-    found = score([Item(source, "x", "{}") for source in PROGRAMS], custom)
-    assert [scored.score for scored in found] == [0.5] * 4
+    sources = ("codecontests", "apps", "codeforces", "taco")
+    assert [one.score for one in score([Item(s, "x", "{}") for s in sources], custom)] == [0.5] * 4
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: f"{text[:9]!a} {len(text)}")
@@ -73,10 +72,9 @@ def test_hostile_responses_are_wrong_and_quick(text):
 @pytest.mark.parametrize("truth", [None, "", " ", [], [None], [""], ["5", None], {}, {"a": 1}, object()])
 @pytest.mark.parametrize("source", ["gsm8k", "MATH", "math_dapo", "hiyouga/geometry3k", "searchR1_nq"])
 def test_a_ground_truth_that_names_no_answer_is_the_users_error(source, truth):
-    with pytest.raises(
-        RewardError, match=f"row 3 of the data, data_source '{source}'.*raised ValueError: the ground"
-    ):
-        score([Item(source, "#### 5, \\boxed{None}", truth, index=3)])
+    item = Item(source, "#### 5, \\boxed{None}", truth, index=3)
+    told = f"row 3 of the data, data_source '{source}'.*raised ValueError: the ground"
+    refused(RewardError, lambda: score([item]), told)
 
 
 @pytest.mark.parametrize(("given", "expected"), [
@@ -199,13 +197,6 @@ def test_gsm8k(response, strict, flexible):
 ])  # fmt: skip
 def test_last_boxed(text, content):
     assert last_boxed(text) == content
-
-
-def test_hostile_texts_take_linear_time():
-    start = time.perf_counter()
-    assert gsm8k.compute_score("gsm8k", ("####" + " " * 50_000) * 3, "1") == 0
-    assert last_boxed(r"\boxed{" * 100_000) is last_boxed(r"\boxed{" + "{" * 100_000) is None
-    assert time.perf_counter() - start < 2
 
 
 def test_math_answers_from_any_thread():

@@ -15,51 +15,28 @@ pytestmark = pytest.mark.verl
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".peers" / "verl" / "bin" / "python"
 SEARCH = {"target": ["Paris", "the city of Paris"]}
+DAPO = ("math_dapo", "math", "math_dapo_reasoning", "aime2024")
+SOURCES = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
 PLAIN: list[tuple[str, str, Any]] = [
     ("openai/gsm8k", "3*24=72\n#### 72", "72"), ("openai/gsm8k", "#### 71", "72"),
     ("openai/gsm8k", "it is 72", "72"), ("lighteval/MATH", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{0.5}", r"\frac{1}{2}"),
     ("HuggingFaceH4/MATH-500", r"\boxed{3}", "4"),
-    *(
-        (source, response, truth)
-        for source in ("math_dapo", "math", "math_dapo_reasoning", "aime2024")
-        for response, truth in (
-            ("so\nAnswer: 34", "34"),
-            ("Answer: 33\nAnswer: $34$", "34"),
-            ("Answer: 33", "34"),
-            (r"so \boxed{34}", "34"),
-            (r"so \boxed{33}", "34"),
-            (r"\boxed{34}. Answer: 33", "34"),
-            ("Answer: 34" + "." * 400, "34"),
-            ("nothing", "34"),
-            ("", "34"),
-        )
-    ),
+    *((source, response, "34") for source in DAPO for response in (
+        "so\nAnswer: 34", "Answer: 33\nAnswer: $34$", "Answer: 33", r"so \boxed{34}", r"so \boxed{33}",
+        r"\boxed{34}. Answer: 33", "Answer: 34" + "." * 400, "nothing", "",
+    )),
     *((f"numina_{part}", r"\boxed{x^2+1}", "1+x^2") for part in ("aops_forum", "synthetic_math", "amc_aime")),
     *((f"numina_{part}", r"\boxed{7}", "8") for part in ("synthetic_amc", "cn_k12", "olympiads")),
-    *(
-        ("hiyouga/geometry3k", response, "35")
-        for response in (
-            r"<think>a</think>\boxed{35}",
-            r"<think>a</think>\boxed{36}",
-            r"\boxed{35}",
-            "35",
-            r" <think>a</think>\boxed{35}",
-        )
-    ),
-    *(
-        (f"searchR1_{part}", response, SEARCH)
-        for part in ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-        for response in (
-            "<answer>paris.</answer>",
-            "<answer>City of  Paris</answer>",
-            "<answer>London</answer>",
-            "<answer>London</answer><answer>The Paris</answer>",
-            "Paris",
-            "<answer>in Paris</answer>",
-            "<answer>x</answer>" * 10 + "<answer>Paris</answer>",
-        )
-    ),
+    *(("hiyouga/geometry3k", response, "35") for response in (
+        r"<think>a</think>\boxed{35}", r"<think>a</think>\boxed{36}", r"\boxed{35}", "35",
+        r" <think>a</think>\boxed{35}",
+    )),
+    *((f"searchR1_{part}", response, SEARCH) for part in SOURCES for response in (
+        "<answer>paris.</answer>", "<answer>City of  Paris</answer>", "<answer>London</answer>", "Paris",
+        "<answer>London</answer><answer>The Paris</answer>", "<answer>in Paris</answer>",
+        "<answer>x</answer>" * 10 + "<answer>Paris</answer>",
+    )),
 ]  # fmt: skip
 
 
