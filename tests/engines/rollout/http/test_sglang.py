@@ -89,15 +89,9 @@ def test_the_whole_request_on_the_wire(server, engine):
     generate(engine, [wanted])
     (body,) = server.bodies()
     assert len(body.pop("rid")) > 20
-    assert body.pop("sampling_params") == params | {
-        "max_new_tokens": 4,
-        "min_new_tokens": 2,
-        "stop_token_ids": [3, 4],
-        "logit_bias": {"7": 1.5},
-        "sampling_seed": seed_of(wanted),
-        "ignore_eos": True,
-        "stream_interval": 16,
-    }
+    renamed = {"max_new_tokens": 4, "min_new_tokens": 2, "sampling_seed": seed_of(wanted)}
+    others = {"stop_token_ids": [3, 4], "logit_bias": {"7": 1.5}, "ignore_eos": True, "stream_interval": 16}
+    assert body.pop("sampling_params") == params | renamed | others
     flags = {"return_logprob": True, "return_sampling_mask": False, "stream": True}
     assert body == {"input_ids": [5, 6, 7], **flags}
 
@@ -138,16 +132,13 @@ def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, c
         value = tensor + 0.5 * (torch.arange(len(tensor)) == 3) if name == NORM else tensor
         return torch.stack([tensor, value]) if copies == 2 else value
 
+    server.held = lambda name, tensor: tensor[: len(tensor) // 2]  # a share of each weight
+    engine.update_weights(stream(tiny()), 1)
     server.held = held
     error = refused(WeightSyncError, lambda: engine.update_weights(stream(tiny()), 4), "of version 4")
     value = float(dict(tiny().named_parameters())[NORM].detach()[3])
     assert error.field == f"{NORM}[3]"
     assert error.expected == value and error.got == f"{server.url}: {value + 0.5}"
-
-
-def test_a_share_of_a_weight_is_compared_with_its_part(server, engine, tiny):
-    server.held = lambda name, tensor: tensor[: len(tensor) // 2]
-    engine.update_weights(stream(tiny()), 1)
 
 
 def test_a_server_that_shows_no_weights_is_asked_once_and_said(server, tiny, tmp_path):
@@ -181,20 +172,17 @@ def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended, host = subprocess.Popen([sys.executable, "-c", ""]), socket.gethostname()
     ended.wait(30)
-    host = socket.gethostname()
-    names = {
-        f"version_00000001_{host}_{ended.pid}_ab": False,
-        f"version_00000001_{host}_{os.getpid()}_ab": True,
-        f"version_00000001_another-{host}_{ended.pid}_ab": True,
-        "mine": True,
-    }
-    for name in names:
+    stays = {
+        f"version_00000001_{host}_{ended.pid}_ab": False, f"version_00000001_{host}_{os.getpid()}_ab": True,
+        f"version_00000001_another-{host}_{ended.pid}_ab": True, "mine": True,
+    }  # fmt: skip
+    for name in stays:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     WeightsFolder(tmp_path)
-    assert {name: (tmp_path / name).exists() for name in names} == names
+    assert {name: (tmp_path / name).exists() for name in stays} == stays
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -235,11 +223,13 @@ def test_a_refused_update(server, engine, tiny, tmp_path):
     assert engine.version == 0
 
 
-def test_without_a_folder_there_are_no_new_weights(server, tiny):
+def test_without_a_folder_there_are_no_new_weights_and_another_server_is_refused(server, tiny):
     engine = make(server)
     assert engine.takes == frozenset()
-    with pytest.raises(EngineError, match="cannot give its server new weights"):
-        engine.update_weights(stream(tiny()), 1)
+    message = "cannot give its server new weights"
+    refused(EngineError, lambda: engine.update_weights(stream(tiny()), 1), message)
+    server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
+    refused(EngineError, lambda: engine.submit([request()]), "refused")
     engine.close()
 
 
@@ -256,11 +246,6 @@ def test_memory_is_given_back_and_taken_again(server, engine, tiny):
     engine.update_weights(stream(tiny()), 1)
     assert server.memory == {"weights"}
     assert len(generate(engine, [request(max_tokens=3)])[0].token_ids) == 3
-
-
-def test_another_server_is_refused(server, engine):
-    server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
-    refused(EngineError, lambda: engine.submit([request()]), "refused")
 
 
 def test_shards(tmp_path):

@@ -81,19 +81,16 @@ def test_the_models_end_token_stops_and_no_other_can(server, make):
     refused(EngineError, lambda: generate(make(), [request(max_tokens=30)]), "stop tokens")
 
 
-def test_a_tokenizer_that_begins_every_text_does_so_once(server, make):
+def test_a_tokenizer_begins_a_text_once_and_another_one_on_the_server_is_told(server, make):
     server.prefix, engine = (2,), make(tokenizer(begins=True))
     assert len(generate(engine, [request((2, 5, 6), max_tokens=3)])[0].token_ids) == 3
     assert server.bodies()[0]["inputs"] == "t5 t6"
     error = refused(EngineError, lambda: generate(engine, [request()]), "token 0 differs")
     assert "3, 5 tokens in all" in error.expected
-
-
-def test_another_tokenizer_on_the_server(server, make):
+    server.prefix = ()
     server.faults.append("echo")
     error = refused(EngineError, lambda: generate(make(), [request()]), "token 2 differs")
-    assert "6, 5 tokens in all" in error.got
-    assert error.expected == "5, 5 tokens in all"
+    assert "6, 5 tokens in all" in error.got and error.expected == "5, 5 tokens in all"
 
 
 @pytest.mark.parametrize("name", ["min_p", "presence_penalty", "frequency_penalty", "min_tokens"])
@@ -107,12 +104,9 @@ def test_parameters_it_does_not_have(server, make, name):
 def test_failures(server, make):
     engine = make(request_timeout_s=0.3)
     engine.submit([])
-    faults = {
-        "422": (EngineError, "refused"),
-        "500": (ServerLost, "refused"),
-        "hang": (ServerLost, "complete"),
-    }
-    for fault, (kind, message) in faults.items():
+    for fault, kind, message in (
+        ("422", EngineError, "refused"), ("500", ServerLost, "refused"), ("hang", ServerLost, "complete"),
+    ):  # fmt: skip
         server.faults.append(fault)
         with pytest.raises(kind, match=message):
             generate(engine, [request()])
