@@ -184,8 +184,7 @@ def test_all_problems_are_said_and_counted(tmp_path, capsys):
     named = [int(line.split()[1]) for line in said.out.splitlines() if "no ground_truth" in line]
     assert named == list(range(100, 2900, 7))
     assert "401 problem(s) in 3,000 row(s)" in said.err
-    assert "400 × reward_model has no ground_truth\n" in said.err
-    assert "1 × no reward function" in said.err
+    assert "400 × reward_model has no ground_truth\n" in said.err and "1 × no reward function" in said.err
 
 
 def test_several_files_are_looked_at_together(tmp_path, capsys):
@@ -232,8 +231,7 @@ def test_rows_of_the_other_commands(tmp_path, tokenizer_folder, capsys):
     )
     (tmp_path / "rm.jsonl").write_bytes(lines(pairs[:1]))
     words = ["data", "validate", "--rm", str(tmp_path / "rm.jsonl"), f"model.path={tokenizer_folder}"]
-    assert main(words) == 0
-    assert main([*words, "data.max_length=3"]) == 1
+    assert main(words) == 0 and main([*words, "data.max_length=3"]) == 1
     assert "1 row(s) of 1 are over the length limit" in capsys.readouterr().out
 
 

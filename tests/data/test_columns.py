@@ -28,8 +28,7 @@ def test_questions_and_answers_of_a_plain_table(prompts):
     system = "<|im_start|>system\nbe brief<|im_end|>\n"
     assert prompts.texts(dataset.tokens) == [system + chatml("1+1="), chatml("3")]
     batch = dataset.batch([0, 1], uid_prefix="0").non_tensor_batch
-    assert batch["ground_truth"].tolist() == ["2", "3"]
-    assert batch["data_source"].tolist() == ["data", "data"]
+    assert batch["ground_truth"].tolist() == ["2", "3"] and batch["data_source"].tolist() == ["data", "data"]
     assert batch["messages"][0] == [{"role": "system", "content": "be brief"}, *talk("1+1=")]
     dataset = prompts(rows[1:], form=PromptForm(prompt_key="question", answer_key="answer"))
     assert prompts.texts(dataset.tokens) == ["3"]

@@ -64,8 +64,7 @@ def test_a_data_set_that_datasets_saved_and_a_pattern_without_files(tmp_path):
     saved = datasets.DatasetDict(train=rows, test=rows.select(range(5)))
     saved.save_to_disk(str(tmp_path), num_shards={"train": 2, "test": 1})
     files = files_of(str(tmp_path / "train"))
-    assert len(files) == 2
-    assert read_files(files, ("prompt",), optional=None).table.to_pylist() == ROWS
+    assert len(files) == 2 and read_files(files, ("prompt",), optional=None).table.to_pylist() == ROWS
     for given, said in (("", f"{tmp_path}/train or {tmp_path}/test"), ("/*.parquet", "no data files found")):
         keys = ["actor_rollout_ref.model.path=/none", f"data.train_files={tmp_path}{given}"]
         assert said in str(refused(ConfigErrors, lambda keys=keys: load_train_config(None, keys)))

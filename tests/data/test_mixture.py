@@ -75,8 +75,7 @@ def test_of_data_that_grew_new_rows_come_in_with_the_epoch_and_no_uid_twice():
     old = [order.draw(stretches[:1], epoch, range(12)) for epoch in range(2)]
     for epoch, (passes, rows) in enumerate(old):
         same = before.draw(stretches[:1], epoch, range(12))
-        assert (passes.tolist(), rows.tolist()) == tuple(part.tolist() for part in same)
-        assert rows.max() < 12
+        assert (passes.tolist(), rows.tolist()) == tuple(part.tolist() for part in same) and rows.max() < 12
     new = [order.draw(stretches, epoch, range(30)) for epoch in (2, 3)]
     assert sorted(new[0][1].tolist()) == list(range(30))
     drawn = [pair for passes, rows in old + new for pair in zip(passes.tolist(), rows.tolist(), strict=True)]

@@ -115,8 +115,7 @@ def own(tmp_path, tokenizer, name, rows=6, *, text=DATASETS, **keys):
 
 def test_rows_of_messages_are_formatted_and_scored(tmp_path, tokenizer):
     dataset = own(tmp_path, tokenizer, "Chat", train_max_samples=5)
-    assert isinstance(dataset, OwnPrompts)
-    assert (len(dataset), dataset.data_sources) == (5, ("even", "odd"))
+    assert isinstance(dataset, OwnPrompts) and (len(dataset), dataset.data_sources) == (5, ("even", "odd"))
     batch = dataset.batch([4, 1], uid_prefix=[0, 3])
     texts = [tokenizer.decode(ids) for ids in batch.ragged("prompts")]
     assert texts == [chatml("4+4="), chatml("1+1=")]

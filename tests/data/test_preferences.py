@@ -16,8 +16,7 @@ def test_texts_follow_their_prompt_and_end(pairs):
     data = pairs([*rows, {"prompt": talk("hi"), "chosen": "", "rejected": "x"}])
     assert shown(pairs, data) == (chatml("1+1?"), "2<|im_end|>")
     assert shown(pairs, data, "rejected") == (chatml("1+1?"), "11<|im_end|>")
-    assert shown(pairs, data, row=1) == (chatml("hi"), "<|im_end|>")
-    assert data.margins.tolist() == [0, 0]
+    assert shown(pairs, data, row=1) == (chatml("hi"), "<|im_end|>") and data.margins.tolist() == [0, 0]
 
 
 def test_conversations_end_with_the_answer_as_the_model_writes_it(pairs):

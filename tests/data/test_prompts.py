@@ -72,8 +72,7 @@ def test_other_column_names_and_template_options(prompts):
     rows = [{"q": row["prompt"], "from": "s", "reward_model": row["reward_model"]}]
     form = PromptForm(prompt_key="q", reward_fn_key="from")
     dataset = prompts(rows, form=form, chat_template_kwargs={"think": True})
-    assert prompts.texts(dataset.tokens) == [chatml("a") + "<think>"]
-    assert dataset.data_sources == ("s",)
+    assert prompts.texts(dataset.tokens) == [chatml("a") + "<think>"] and dataset.data_sources == ("s",)
 
 
 def test_template_sees_no_null_fields(prompts):
@@ -123,8 +122,7 @@ def test_a_wrong_choice_of_truncation_and_files_that_are_not_there(prompts):
     good = prompts.files.parquet([prompt_row("a")])
     assert prompts.refused([good, absent]).field == absent
     folder = str(prompts.files.folder)
-    assert prompts.refused(folder).field == folder
-    assert "no data file is named" in str(prompts.refused([]))
+    assert prompts.refused(folder).field == folder and "no data file is named" in str(prompts.refused([]))
 
 
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -167,8 +165,7 @@ def test_many_rows_are_stored_flat(prompts):
 def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(prompts):
     rows = [prompt_row("1+1=", "2") | {"images": images} for images in ([], None, ["cat.png"])]
     form = PromptForm(media_keys=("images", "videos"))
-    assert len(prompts(rows[:2], form=form)) == 2
-    assert len(prompts(rows)) == 3
+    assert len(prompts(rows[:2], form=form)) == 2 and len(prompts(rows)) == 3
     assert "row 2: images" in str(prompts.refused(rows, form=form))
 
 

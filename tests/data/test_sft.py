@@ -99,8 +99,7 @@ def test_batches_for_the_trainer(demonstrations):
 ])  # fmt: skip
 def test_truncation_cuts_tokens_and_mask_alike(demonstrations, prompt, length, truncation, text, mask):
     dataset = demonstrations([pair(prompt, "xyz")], max_length=length, truncation=truncation)
-    assert demonstrations.texts(dataset.tokens) == [text]
-    assert dataset.response_mask.row(0).tolist() == mask
+    assert demonstrations.texts(dataset.tokens) == [text] and dataset.response_mask.row(0).tolist() == mask
 
 
 def test_overlong_rows_rows_with_nothing_left_and_tokenizers_without_end_or_template(demonstrations):

@@ -52,8 +52,7 @@ def test_a_response_follows_its_prompt_as_the_model_meets_it(kind, prompt, respo
     tokenizer = KINDS[kind]()
     before, after = encoded(tokenizer, [[(prompt, False), (response, True)]])[0]
     (met,) = tokenize(tokenizer, [prompt])
-    assert before.tolist() == met.tolist()
-    assert tokenizer.decode([*before, *after]) == prompt + response
+    assert before.tolist() == met.tolist() and tokenizer.decode([*before, *after]) == prompt + response
     (whole,) = tokenize(tokenizer, [prompt + response])
     if whole[: len(met)].tolist() == met.tolist():
         assert [*before, *after] == whole.tolist()

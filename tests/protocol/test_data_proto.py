@@ -61,8 +61,7 @@ def test_parts_are_views_with_their_own_columns():
     first, second = batch.chunk(2)
     second.ragged("tokens").values[:] = -1
     second.dense("score")[:] = -1
-    assert (batch[3:].ragged("tokens").values == -1).all()
-    assert batch.dense("score")[3:].tolist() == [-1] * 3
+    assert (batch[3:].ragged("tokens").values == -1).all() and batch.dense("score")[3:].tolist() == [-1] * 3
     first.pop(["score"])
     first.meta_info["seed"] = 7
     assert "score" in second and second.meta_info == {"seed": 0}
@@ -79,8 +78,7 @@ def test_rows_reorder_repeat_filter(rows, seed):
     assert listed(batch.repeat(2)) == [row for row in expected for _ in range(2)]
     assert listed(batch.repeat(2, interleave=False)) == expected * 2
     assert listed(batch.filter(np.arange(rows) % 3 == 0)) == expected[::3]
-    assert listed(batch[-1]) == expected[-1:]
-    assert listed(batch[::2]) == expected[::2]
+    assert listed(batch[-1]) == expected[-1:] and listed(batch[::2]) == expected[::2]
     if rows > 1:
         refused(DataError, lambda: batch.reorder([0] * rows), "permutation")
 
@@ -129,8 +127,7 @@ def test_concat_puts_meta_info_together_and_refuses_two_values_of_one_name():
     for wrong in (part(step=2), part(lr=0.1)):
         with pytest.raises(DataError) as refused:
             DataProto.concat([*parts, wrong])
-        assert refused.value.field in wrong.meta_info
-        assert refused.value.got != refused.value.expected
+        assert refused.value.field in wrong.meta_info and refused.value.got != refused.value.expected
 
 
 def test_select_pop_rename():

@@ -81,8 +81,7 @@ def test_conversions():
     assert padded.tolist() == [[1, 2, 3], [-1, -1, -1], [4, -1, -1]]
     assert table.to_padded(0, length=4).shape == (3, 4)
     assert Ragged.from_padded(padded, padded >= 0).equal(table)
-    assert Ragged.from_nested(table.to_nested()).equal(table)
-    assert table.row_ids().tolist() == [0, 0, 0, 2]
+    assert Ragged.from_nested(table.to_nested()).equal(table) and table.row_ids().tolist() == [0, 0, 0, 2]
     assert table.positions().tolist() == [0, 1, 2, 0]
     assert listed(table.repeat_interleave(2)) == [[1, 2, 3], [1, 2, 3], [], [], [4], [4]]
     assert listed(table.with_values(table.values * 2)) == [[2, 4, 6], [], [8]]
@@ -107,8 +106,7 @@ def test_equality_looks_at_values_only_where_it_must(monkeypatch):
     assert table.equal(Ragged(table.values.clone(), table.offsets))  # NaN equals NaN
     for rows in ([[1.0], [nan, 2.0]], [[0.0, 1.0], [2.0]]):
         assert not table.equal(Ragged.from_list(rows))
-    assert numbers.equal(ragged([[1], [2]]))
-    assert not numbers.equal(ragged([[1], [3]]))
+    assert numbers.equal(ragged([[1], [2]])) and not numbers.equal(ragged([[1], [3]]))
     assert not numbers.equal(Ragged.from_list([[1], [2]], dtype=torch.int32))
     monkeypatch.setattr(torch, "equal", lambda a, b: pytest.fail("values on the same memory were read"))
     assert table.equal(Ragged(table.values[:], table.offsets[:]))

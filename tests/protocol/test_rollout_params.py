@@ -23,8 +23,7 @@ def test_values_out_of_range_are_refused_by_name(name, expected, values):
     for value in values:
         with pytest.raises(ConfigError) as caught:
             SamplingParams(**{name: value})
-        assert caught.value.field == name
-        assert repr(caught.value.got) == repr(value)
+        assert caught.value.field == name and repr(caught.value.got) == repr(value)
         assert expected in caught.value.expected
 
 
@@ -46,8 +45,7 @@ def test_what_reshapes_the_distribution(temperature):
     for name, value in (CUTS | EDITS).items():
         params = SamplingParams(**{**NEUTRAL, "temperature": temperature, name: value})
         cuts = name in CUTS and temperature > 0
-        assert params.truncated == cuts
-        assert params.reshapes == (cuts or name in EDITS)
+        assert params.truncated == cuts and params.reshapes == (cuts or name in EDITS)
         assert params.penalised == name.endswith("penalty")
 
 

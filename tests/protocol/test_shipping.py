@@ -34,12 +34,10 @@ def test_every_type_survives(dtype, protocol):
     back = pickled(batch, protocol)
     for name, column in back.batch.items():
         got, want = (c.values if isinstance(c, Ragged) else c for c in (column, batch.batch[name]))
-        assert (got.dtype, got.shape) == (dtype, want.shape)
-        assert torch.equal(got.double(), want.double())
+        assert (got.dtype, got.shape) == (dtype, want.shape) and torch.equal(got.double(), want.double())
     for name in ragged:
         assert back.ragged(name).offsets.equal(batch.ragged(name).offsets)
-    assert list(back.non_tensor_batch["uid"]) == ["a", None, {"x": 1}]
-    assert back.meta_info == {"step": 3}
+    assert list(back.non_tensor_batch["uid"]) == ["a", None, {"x": 1}] and back.meta_info == {"step": 3}
     back.dense("dense")[0] = 1  # in-band tensors have their own memory
     assert len(pickled(DataProto(), protocol)) == 0
 

@@ -27,8 +27,7 @@ def test_rows_in_another_order_and_through_a_file(tmp_path):
     table = lettered(6).reorder(torch.tensor([3, 4, 2, 0, 1, 5]))
     table.save(tmp_path / "table.pt")
     for each in (table, DataProto.load(tmp_path / "table.pt")):
-        assert read(each) == ([4, 5, 3, 1, 2, 6], "decabf")
-        assert each.meta_info == NAMED
+        assert read(each) == ([4, 5, 3, 1, 2, 6], "decabf") and each.meta_info == NAMED
 
 
 METRICS = [{"loss": 0.5, "accuracy": 0.9}, {"loss": 0.6, "accuracy": 0.85}]
@@ -63,8 +62,7 @@ def test_facts_and_metrics_of_concatenated_tables(case):
         refused(DataError, lambda: DataProto.concat(parts), wanted)
         return
     whole = DataProto.concat(parts)
-    assert whole.dense("obs").tolist() == list(range(len(metas)))
-    assert whole.meta_info == wanted
+    assert whole.dense("obs").tolist() == list(range(len(metas))) and whole.meta_info == wanted
 
 
 def test_metrics_put_together_twice_stay_one_list_each():
@@ -80,8 +78,7 @@ def test_metrics_put_together_twice_stay_one_list_each():
 ])  # fmt: skip
 def test_rows_repeated(times, interleave, letters):
     table = lettered(3).repeat(repeat_times=times, interleave=interleave)
-    assert read(table) == ([" abc".index(letter) for letter in letters], letters)
-    assert table.meta_info == NAMED
+    assert read(table) == ([" abc".index(letter) for letter in letters], letters) and table.meta_info == NAMED
 
 
 def test_how_many_rows_and_what_is_popped_is_gone():

@@ -43,8 +43,7 @@ def raised(reward):
 @pytest.mark.parametrize("source", ["math_dap", "mathematics", "code", "", "Arithmetic"])
 def test_unknown_data_source(source):
     error = refused(RewardError, lambda: reward_for(source))
-    assert error.field == f"data_source '{source}'"
-    assert ", ".join(known_data_sources()) in str(error.expected)
+    assert error.field == f"data_source '{source}'" and ", ".join(known_data_sources()) in str(error.expected)
     assert "custom_reward_function.path" in str(error.remedy)
 
 
@@ -81,16 +80,14 @@ def test_function_gets_everything_by_name():
 def test_numbers_of_all_kinds(value, expected):
     for reward in (returning(value), returning({"score": value})):
         result = score(ITEMS, reward)
-        assert result == [Scored(expected), Scored(expected)]
-        assert type(result[0].score) is float
+        assert result == [Scored(expected), Scored(expected)] and type(result[0].score) is float
 
 
 def test_numbers_beside_the_score_are_kept():
     value = {"score": 1, "acc": True, "format": np.float64(0.5), "pred": "42", "why": None, "all": [1]}
     why = "answer 42, expected 1"
     expected = Scored(1.0, {"acc": 1.0, "format": 0.5}, "42", reads_answers=True, why=why)
-    assert score(ITEMS[:1], returning(value)) == [expected]
-    assert value["score"] == 1
+    assert score(ITEMS[:1], returning(value)) == [expected] and value["score"] == 1
 
 
 def test_the_answer_of_a_sum_is_that_of_the_first_function_that_reads_one():
@@ -123,8 +120,7 @@ def test_raising_names_the_sample_and_keeps_the_traceback():
     assert error.field == "sample 1, data_source 'b'"
     assert "mine raised ZeroDivisionError: division by zero (test_base.py, line " in error.message
     assert repr(("second " * 100)[:200]) in str(error) and "second " * 29 not in str(error)
-    assert isinstance(error.__cause__, ZeroDivisionError)
-    assert error.__cause__.__traceback__ is not None
+    assert isinstance(error.__cause__, ZeroDivisionError) and error.__cause__.__traceback__ is not None
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
@@ -216,8 +212,7 @@ def test_running_statistics_are_those_of_all_scores_at_once():
     for size in (1, 5, 0, 40, 2):
         batch = draw.normal(1e6, 3.0, size=size).tolist()
         running, seen = running.after(batch), seen + batch
-        assert running.scores == len(seen)
-        assert running.mean == pytest.approx(np.mean(seen), rel=1e-14)
+        assert running.scores == len(seen) and running.mean == pytest.approx(np.mean(seen), rel=1e-14)
         assert running.squares == pytest.approx(np.var(seen) * len(seen), rel=1e-9)
     assert running.normalised(seen[3]) == pytest.approx((seen[3] - np.mean(seen)) / np.std(seen), rel=1e-9)
 

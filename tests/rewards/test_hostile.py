@@ -149,8 +149,7 @@ def test_what_a_thread_writes_between_batches_costs_no_score(hostile, pool):
     made = pool(hostile("threading.Timer(0.5, write, (3, b'x' * 50)).start(); return 1.0"), num_workers=1)
     assert scores(made, "attack") == [1.0]
     time.sleep(1.5)
-    assert scores(made, "2") == [2.0]
-    assert made.counts == {"died": 1}
+    assert scores(made, "2") == [2.0] and made.counts == {"died": 1}
 
 
 def test_what_is_printed_has_a_limit(tmp_path, hostile, pool):
@@ -275,8 +274,7 @@ def test_the_server_and_the_keepers_have_one_thread(hostile, pool):
     pool(hostile("return 1.0"), num_workers=2).score(texts("1", "2", "3", "4"))
     (server,) = servers()
     keepers = server.children()
-    assert len(keepers) == 2
-    assert [lifetime.threads(each.pid) for each in (server, *keepers)] == [1, 1, 1]
+    assert len(keepers) == 2 and [lifetime.threads(each.pid) for each in (server, *keepers)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("suspended", [False, True])

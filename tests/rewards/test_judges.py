@@ -153,8 +153,7 @@ def test_what_does_not_pass(served, tmp_path, monkeypatch, reply, told, asked):
     served.replies = [reply] * 2
     error = refused(RewardError, lambda: judged(asking(served, tmp_path, api_key_env="JUDGE_KEY", tries=2)))
     assert told in str(error) and KEY not in str(error)
-    assert len(served.asked) == asked
-    assert served.asked[0].headers["Authorization"] == f"Bearer {KEY}"
+    assert len(served.asked) == asked and served.asked[0].headers["Authorization"] == f"Bearer {KEY}"
 
 
 def test_a_key_stays_in_its_variable(served, tmp_path, monkeypatch):

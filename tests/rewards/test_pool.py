@@ -112,8 +112,7 @@ def test_a_leak_replaces_its_process_but_not_what_the_first_call_keeps(reward, p
 def test_the_limit_is_that_of_each_call_however_many_a_process_is_sent(own, pool):
     slow = own("import time\ndef compute_score(**given):\n    time.sleep(0.25)\n    return 1.0\n")
     made = pool(slow, num_workers=1, timeout=1.5)
-    assert [s.score for s in made.score(items_of(*["any"] * 8))] == [1.0] * 8
-    assert not made.counts
+    assert [s.score for s in made.score(items_of(*["any"] * 8))] == [1.0] * 8 and not made.counts
 
 
 def test_a_failure_raises_after_its_retries_and_the_next_batch_is_scored(reward, pool):

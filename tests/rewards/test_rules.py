@@ -34,8 +34,7 @@ def right(found):
 ])  # fmt: skip
 def test_choice(response, chosen):
     assert rules.choice(response, "B")["pred"] == chosen
-    assert right(rules.choice(response, "B")) == (chosen == "B")
-    assert not right(rules.choice(response, "D"))
+    assert right(rules.choice(response, "B")) == (chosen == "B") and not right(rules.choice(response, "D"))
 
 
 def test_choice_names_its_truth():
@@ -141,12 +140,9 @@ def test_length():
     def scores(**bounds):
         return [found["score"] for found in rules.length(texts, ids, **bounds)]
 
-    assert scores() == [0, 0, 0]
-    assert scores(most=200) == [0, 0, -0.5]
-    assert scores(most=100) == [0, 0, -1]
-    assert scores(least=4) == [-0.25, -1, 0]
-    assert scores(target=4) == [-0.25, -1, -1]
-    assert scores(target=2, unit="words") == [0, -1, -0.5]
+    assert scores() == [0, 0, 0] and scores(most=200) == [0, 0, -0.5]
+    assert scores(most=100) == [0, 0, -1] and scores(least=4) == [-0.25, -1, 0]
+    assert scores(target=4) == [-0.25, -1, -1] and scores(target=2, unit="words") == [0, -1, -0.5]
     assert scores(most=4, unit="characters") == [-0.75, 0, -1]
     assert rules.length(texts, ids, most=200)[2]["why"] == "300 tokens, not 200"
 

@@ -95,12 +95,10 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
     items = [item("xy", prompt=chat, answer=1, hint=1), item("y", prompt=chat, answer=None)]
     trl = load(code)
     (found,) = score(items[:1], trl)
-    assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0})
-    assert found.why == "heard: xy"
+    assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0}) and found.why == "heard: xy"
     refused(RewardError, lambda: score(items, trl), "None")
     both = WeightedSum((("f", trl, 2.0), ("g", load("def f(response, **columns): return 1.0"), 3.0)))
-    assert scores(both, *items) == [7.0, 3.0]
-    assert both.reads == Reads(("prompt", "answer"), None)
+    assert scores(both, *items) == [7.0, 3.0] and both.reads == Reads(("prompt", "answer"), None)
     assert scores(load("def f(completions): return [len(c) for c in completions]"), item("abc")) == [3]
 
 

@@ -183,8 +183,7 @@ def test_no_copy_to_the_device_is_waited_for():
         params = rows.params(at, VOCABULARY, meta)
         for ahead in (0, 1):
             rows.draw(at, torch.empty(4, VOCABULARY, device=meta), params, ahead)
-    assert len(copies.non_blocking) > 15
-    assert all(copies.non_blocking)
+    assert len(copies.non_blocking) > 15 and all(copies.non_blocking)
 
 
 def test_only_the_edits_of_a_step_change_its_logits():
@@ -198,11 +197,10 @@ def test_only_the_edits_of_a_step_change_its_logits():
 
 
 def test_rows_without_edits_build_none():
-    rows = Rows(2)
+    rows, at = Rows(2), np.arange(2)
     rows.add([request(0, SamplingParams()), request(1, SamplingParams(top_k=3, temperature=0.5))])
-    params = rows.params(np.arange(2), VOCABULARY, CPU)
-    assert params.edits is None
-    assert rows._step_edits(np.arange(2), params, 0, torch.zeros(2, VOCABULARY)) is None
+    params = rows.params(at, VOCABULARY, CPU)
+    assert params.edits is rows._step_edits(at, params, 0, torch.zeros(2, VOCABULARY)) is None
     assert params.cuts.rows_C.tolist() == [1]
 
 

@@ -39,8 +39,7 @@ def check_draws(logits, params, numbers, tolerance=1e-9):
     else:
         assert (expected[tokens] > 0).all()
         low, border = expected.cumsum()[tokens] - expected[tokens], min(tolerance, 1e-6)
-        assert (low - border <= numbers).all()
-        assert (numbers <= low + expected[tokens] + border).all()
+        assert (low - border <= numbers).all() and (numbers <= low + expected[tokens] + border).all()
     np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[tokens]), atol=tolerance)
     np.testing.assert_allclose(drawn.untruncated_R, np.log(whole[tokens]), atol=tolerance)
     return tokens
@@ -208,5 +207,4 @@ def test_logits_that_are_not_finite_give_nan(params, bad):
     logits = torch.zeros(2, 200)
     logits[1, 150] = bad
     drawn = sample(logits, torch.tensor([0.5, 0.5]), row_params([SamplingParams(**params)] * 2, 200))
-    assert drawn.log_probs_R.isnan().tolist() == [False, True]
-    assert drawn.tokens_R.max() < 200
+    assert drawn.log_probs_R.isnan().tolist() == [False, True] and drawn.tokens_R.max() < 200

@@ -49,8 +49,7 @@ def test_several_servers_are_divided_among_the_workers():
     with make("openai", URLS) as engine:
         assert isinstance(engine, Router)
     with make("openai", URLS, share=(1, 2)) as engine:
-        assert isinstance(engine, OpenAIEngine)
-        assert engine.server.url == URLS[1]
+        assert isinstance(engine, OpenAIEngine) and engine.server.url == URLS[1]
     refused(ConfigError, lambda: make("openai", URLS, share=(3, 4)), "its own server")
 
 

@@ -67,8 +67,7 @@ def check(wanted, samples):
         assert sample.token_ids.tolist() == tokens and sample.token_ids.dtype == np.int64
         np.testing.assert_array_equal(sample.log_probs, log_probs)
         np.testing.assert_array_equal(sample.untruncated_log_probs, sample.log_probs)
-        assert sample.versions.tolist() == [0] * len(tokens)
-        assert sample.finish_reason == "length"
+        assert sample.versions.tolist() == [0] * len(tokens) and sample.finish_reason == "length"
 
 
 def test_samples(server, make):
@@ -222,8 +221,7 @@ def test_abort_closes_the_connection_and_keeps_what_is_written(server, make):
         assert sample.finish_reason == "abort" and 0 < count < 200
         assert sample.token_ids.tolist() == script(each, count)[0]
         assert len(sample.log_probs) == len(sample.versions) == count
-    assert engine.pending() == 1
-    assert engine.abort([each.id for each in wanted]) == []
+    assert engine.pending() == 1 and engine.abort([each.id for each in wanted]) == []
     wait_for(lambda: len(server.cut_off) == 4)
     assert server.cut_off == [server.generates] * 4
     assert engine.poll(0.05) == []

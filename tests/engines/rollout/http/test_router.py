@@ -189,8 +189,7 @@ def test_partial_and_waiting_requests_are_aborted():
     router, first, second = make(*(request(f"u{i}") for i in range(4)), window=1)
     gone = router.abort([("u0", 0), ("u3", 0), ("nobody", 0)], keep_partial=True)
     assert {(sample.id, len(sample.token_ids)) for sample in gone} == {(("u0", 0), 1), (("u3", 0), 0)}
-    assert router.pending() == 2
-    assert router.abort([("u1", 0), ("u2", 0)]) == []
+    assert router.pending() == 2 and router.abort([("u1", 0), ("u2", 0)]) == []
     assert router.pending() == 0
     assert not first.held and not second.held
 
@@ -240,8 +239,7 @@ def test_a_request_that_is_refused_is_no_loss(monkeypatch):
 
 def test_calls_reach_all_replicas():
     router, first, second = make()
-    assert isinstance(router, RolloutEngine)
-    assert router.takes == {SharedModule, WeightStream}
+    assert isinstance(router, RolloutEngine) and router.takes == {SharedModule, WeightStream}
     router.sleep()
     router.wake()
     assert router.update_weights(WeightStream(iter(WEIGHTS)), 4) == digest(WEIGHTS)
@@ -324,7 +322,6 @@ def test_a_server_that_dies_in_the_middle_or_refuses_one_request():
         assert router.pending() == 0
         before = len(bad.bodies())
         bad.faults.extend(["", "", "drop"])
-        assert tokens(generate(router, requests)) == expected
-        assert router.pending() == 0
+        assert tokens(generate(router, requests)) == expected and router.pending() == 0
         router.close()
         assert len(bad.bodies()) - before >= 3  # it still gets its share until it is lost

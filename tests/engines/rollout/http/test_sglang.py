@@ -162,8 +162,7 @@ def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
         for version in (1, 2):
             new = changed(tiny(), version)
             expected = digest(new.named_parameters())
-            assert router.update_weights(stream(new), version) == expected
-            assert len(written) == version
+            assert router.update_weights(stream(new), version) == expected and len(written) == version
             for fake in fakes:
                 assert fake.bodies("/update_weights_from_disk")[-1]["model_path"] == str(written[-1])
                 assert digest(fake.module.named_parameters()) == expected

@@ -93,8 +93,6 @@ def test_a_capture_that_fails_leaves_a_plain_runner(runner):
 
 
 def test_sizes():
-    assert graph_sizes(1) == (1,)
-    assert graph_sizes(6) == (1, 2, 4, 6)
-    assert graph_sizes(16) == (1, 2, 4, 8, 16)
-    assert graph_sizes(40) == (1, 2, 4, 8, 16, 32, 40)
+    assert graph_sizes(1) == (1,) and graph_sizes(6) == (1, 2, 4, 6)
+    assert graph_sizes(16) == (1, 2, 4, 8, 16) and graph_sizes(40) == (1, 2, 4, 8, 16, 32, 40)
     assert graph_sizes(512) == graph_sizes(4096) == (1, 2, 4, 8, *range(16, 513, 16))

@@ -122,7 +122,7 @@ def test_memory_comes_back_behind_the_same_addresses(library):
     assert interface["typestr"] == "|u1"
 
 
-def test_where_memory_does_not_suffice_none_is_taken(library):
+def test_where_memory_does_not_suffice_or_has_no_access_none_is_taken(library, monkeypatch):
     one, other = (Mapping(Driver(library), 9 * GRAIN, 3) for _ in range(2))
     one.map()
     refused(DriverError, other.map, f"cuMemCreate failed with status {OUT_OF_MEMORY}")
@@ -130,12 +130,11 @@ def test_where_memory_does_not_suffice_none_is_taken(library):
     one.unmap()
     other.map()
     assert library.used() == 9 * GRAIN
-
-
-def test_without_access_nothing_stays_mapped(library, monkeypatch):
+    other.unmap()
     monkeypatch.setattr(Library, "_cuMemSetAccess", lambda *_: INVALID)
-    refused(DriverError, lambda: Mapping(Driver(library), GRAIN, 3).map(), "cuMemSetAccess")
+    refused(DriverError, one.map, "cuMemSetAccess")
     assert library.used() == 0 and not library.mapped
+    refused(AttributeError, lambda: Driver(ctypes.CDLL(None)))  # a library without these functions
 
 
 def test_a_mapping_that_nobody_has_is_returned(library):
@@ -145,10 +144,6 @@ def test_a_mapping_that_nobody_has_is_returned(library):
     del mapping
     gc.collect()
     assert library.used() == 0 and not library.reserved and not library.mapped
-
-
-def test_a_library_without_these_functions_is_no_driver():
-    refused(AttributeError, lambda: Driver(ctypes.CDLL(None)))
 
 
 def test_structures_are_laid_out_as_the_drivers():

@@ -91,8 +91,7 @@ def alone(module, requests):
 def check(engine, source, module, version, requests):
     expected = alone(module, requests)
     held = digest(module.named_parameters())
-    assert engine.update_weights(source, version) == held
-    assert tokens(generate(engine, requests)) == expected
+    assert engine.update_weights(source, version) == held and tokens(generate(engine, requests)) == expected
     return expected
 
 
@@ -187,8 +186,7 @@ def test_a_cache_that_grows_or_cannot_be_taken_again_is_another(model, make_requ
         check(engine, SharedModule(model), model, version, requests)
         caches.append(engine._store.cache)
         engine.sleep()
-    assert caches[1].blocks > caches[0].blocks == caches[3].blocks
-    assert caches[2] is caches[1]
+    assert caches[1].blocks > caches[0].blocks == caches[3].blocks and caches[2] is caches[1]
 
 
 def test_a_cache_that_is_replaced_is_freed_first(model, make_requests, regions, monkeypatch):

@@ -53,8 +53,7 @@ def test_every_parameter_is_asked_for_by_the_name_that_vllm_has():
     asked = request(**same, stop_token_ids=(7, 8), stop=("x",), logit_bias=((3, 1.5),), seed=4)
     lists = {"stop_token_ids": [7, 8], "logit_bias": {3: 1.5}, "seed": seed_of(asked)}
     fixed = {"ignore_eos": True, "logprobs": 0, "detokenize": False, "top_k": 0}  # keeps all tokens
-    assert sampling(asked) == same | lists | fixed
-    assert "logit_bias" not in sampling(request())
+    assert sampling(asked) == same | lists | fixed and "logit_bias" not in sampling(request())
 
 
 def test_a_server_that_never_answers_is_ended(tmp_path):

@@ -82,8 +82,7 @@ def test_a_weight_that_one_rank_holds_wrongly_is_named(engines, ranks, name, par
     assert engine.update_weights(stream(model), 1) == sent
     ranks.run(spoil, engine.number, parameter)
     held = engine.update_weights(stream(model), 2)
-    assert {at for at in sent if held[at] != sent[at]} == {weight or parameter}
-    assert held.keys() == sent.keys()
+    assert {at for at in sent if held[at] != sent[at]} == {weight or parameter} and held.keys() == sent.keys()
     assert engine.update_weights(stream(model), 3) == sent
 
 
