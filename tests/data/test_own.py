@@ -107,8 +107,7 @@ class Saved(Learning):
 def own(tmp_path, tokenizer, name, rows=6, *, text=DATASETS, **keys):
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "rows.txt").write_text(str(rows))
-    files = (str(tmp_path / "rows.txt"),)
-    cls = {"path": str(tmp_path / "own.py"), "name": name}
+    files, cls = (str(tmp_path / "rows.txt"),), {"path": str(tmp_path / "own.py"), "name": name}
     config = DataConfig(train_files=files, custom_cls=cls, **keys)
     return prompt_dataset(config, tokenizer, files, config.train_max_samples, VERLS)
 
@@ -127,20 +126,16 @@ def test_rows_of_messages_are_formatted_and_scored(tmp_path, tokenizer):
     assert dataset.places_of_sources(("odd", "even")).tolist() == [1, 0, 1, 0, 1]
 
 
-def test_padded_ids_are_taken_as_they_are_without_padding(tmp_path, tokenizer):
-    dataset = own(tmp_path, tokenizer, "Padded", max_prompt_length=8)
-    assert dataset.longest == 6
-    prompts = dataset.batch(range(6), uid_prefix="0").ragged("prompts")
-    assert [tokenizer.decode(ids) for ids in prompts] == ["7" * n for n in range(1, 7)]
-
-
-@pytest.mark.parametrize(("key", "value", "lengths"), [
-    ("filter_overlong_prompts", True, [1, 2, 3, 4]), ("truncation", "left", [1, 2, 3, 4, 4, 4]),
+@pytest.mark.parametrize(("keys", "kept"), [
+    ({"max_prompt_length": 9}, [1, 2, 3, 4, 5, 6]), ({"filter_overlong_prompts": True}, [1, 2, 3, 4]),
+    ({"truncation": "left"}, [1, 2, 3, 4, 4, 4]),
 ])  # fmt: skip
-def test_long_rows_are_left_out_or_cut(tmp_path, tokenizer, key, value, lengths):
+def test_padded_ids_are_taken_without_padding_and_left_out_or_cut(tmp_path, tokenizer, keys, kept):
     text = DATASETS.replace("config.max_prompt_length", "9")
-    dataset = own(tmp_path, tokenizer, "Padded", text=text, max_prompt_length=4, **{key: value})
-    assert dataset.batch(range(len(dataset)), uid_prefix="0").ragged("prompts").lengths.tolist() == lengths
+    dataset = own(tmp_path, tokenizer, "Padded", text=text, **{"max_prompt_length": 4, **keys})
+    assert dataset.longest == max(kept)
+    prompts = dataset.batch(range(len(dataset)), uid_prefix="0").ragged("prompts")
+    assert [tokenizer.decode(ids) for ids in prompts] == ["7" * count for count in kept]
 
 
 @pytest.mark.parametrize(("name", "error", "field"), [

@@ -28,14 +28,16 @@ def test_a_schema_that_cannot_be_read_now_is_not_taken_for_none(server, make):
     assert len(generate(engine, requests(1, min_p=0.1))) == 1  # a parameter outside OpenAI's own
 
 
-def test_a_connection_is_not_used_when_the_server_may_be_closing_it(server, ask, monkeypatch):
+def test_a_connection_is_not_used_when_the_server_may_be_closing_it(server, monkeypatch):
     assert connection._IDLE_S < 5.0  # uvicorn's timeout, which vLLM and SGLang use too
     monkeypatch.setattr(connection, "_IDLE_S", 0.3)
     ports, respond = [], server.respond
     server.respond = lambda *args: (ports.append(args[2].client_address[1]), respond(*args))
+    made = connection.Connection(Server(server.url), kept=4)
     for pause_s in (0.0, 0.0, 0.6):
         time.sleep(pause_s)
-        ask()
+        made.wait(made.ask("GET", "/v1/models"))
+    made.close()
     assert ports[0] == ports[1] != ports[2]
 
 

@@ -71,31 +71,29 @@ def test_memory_bounds_what_runs(tiny, make_requests, monkeypatch):
         assert 0.8 < stats["cache_use"] <= 1
 
 
-def few_and_large():
-    few = [request(f"a{i}", prompt=[1 + i], max_tokens=20) for i in range(2)]
-    return few, [request(f"b{i}", prompt=59, max_tokens=9) for i in range(9)]
+FEW = [request(f"a{i}", prompt=[1 + i], max_tokens=20) for i in range(2)]
+LARGE = [request(f"b{i}", prompt=59, max_tokens=9) for i in range(9)]
 
 
 def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
-    engine, (few, large) = native(tiny(), max_num_seqs=3), few_and_large()
-    engine.submit(few)
+    engine = native(tiny(), max_num_seqs=3)
+    engine.submit(FEW)
     engine.poll(0.0)
     assert engine._store.cache.blocks == 2 * 2
-    engine.submit(large)  # the first two are still running, and continue in the larger cache
+    engine.submit(LARGE)  # the first two are still running, and continue in the larger cache
     samples = drain(engine)
     assert engine._store.cache.blocks == 3 * 5
-    assert tokens(samples[each.id] for each in few) == tokens(generate(native(tiny()), few))
+    assert tokens(samples[each.id] for each in FEW) == tokens(generate(native(tiny()), FEW))
 
 
 def test_the_use_of_the_cache_does_not_depend_on_what_was_asked_before(tiny):
-    few, large = few_and_large()
     found = []
-    for before in ([], large):
+    for before in ([], LARGE):
         engine = native(tiny(), max_num_seqs=3)
         written_by(engine, before)
         engine.update_weights(SharedModule(tiny()), 1)
         engine.stats()
-        written_by(engine, few)
+        written_by(engine, FEW)
         found.append(engine.stats())
     assert found[0] == found[1] and found[0]["cache_use"] == 1
 
@@ -154,10 +152,9 @@ def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, block
 
 
 def test_abort_loses_nothing_that_has_finished_meanwhile(tiny):
-    """The last token is drawn but not accepted yet when the request is aborted."""
     engine, asked = native(tiny(), run_ahead=True), request(max_tokens=1)
     engine.submit([asked])
-    engine.poll(0.0)
+    engine.poll(0.0)  # the last token is drawn but not accepted yet
     [sample] = engine.abort([asked.id], keep_partial=True)
     assert (len(sample.token_ids), sample.finish_reason) == (1, "length")
     assert engine.pending() == 0 and engine.poll(0.0) == []

@@ -120,28 +120,23 @@ def test_nothing_is_captured_again_through_sleep_and_new_weights(
     assert captures.replays > 3 * 20
 
 
-def keeps_graphs_as_weights_change(engine, module, requests, captures):
-    sizes = []
+@pytest.mark.parametrize("runner", ["fused", "module"])
+def test_weights_updated_in_place_keep_their_graphs(
+    runner, tiny, make_requests, captures, regions, monkeypatch
+):
+    """Without copies the module's own weights are read. Norms per head are joined in the runner's memory."""
+    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
+    model, requests, sizes = tiny("qwen3", torch.float64), make_requests(12, 2), []
+    engine = make(copies=False, runner=runner)
     for version in range(3):
-        check(engine, SharedModule(changed(module, version)), module, version, requests)
+        check(engine, SharedModule(changed(model, version)), model, version, requests)
         sizes = sizes or list(captures.sizes)
     assert captures.sizes == sizes
-    return sizes
-
-
-def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, captures, regions, monkeypatch):
-    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
-    model = tiny("qwen3", torch.float64)
-    keeps_graphs_as_weights_change(make(copies=False), model, make_requests(12, 2), captures)
-
-
-def test_the_module_runner_keeps_graphs_too(model, make_requests, captures, regions):
-    requests, engine = make_requests(12, 2), make(runner="module")
-    sizes = keeps_graphs_as_weights_change(engine, model, requests, captures)
-    for parameter in model.parameters():  # as when FSDP gathers them again
-        parameter.data = parameter.data.clone()
-    check(engine, SharedModule(model), model, 3, requests)
-    assert len(captures.sizes) == 2 * len(sizes)
+    if runner == "module":
+        for parameter in model.parameters():  # as when FSDP gathers them again
+            parameter.data = parameter.data.clone()
+        check(engine, SharedModule(model), model, 3, requests)
+        assert len(captures.sizes) == 2 * len(sizes)
 
 
 @pytest.mark.parametrize("moved", ["weights", "cache"])

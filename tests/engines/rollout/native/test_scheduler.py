@@ -34,10 +34,6 @@ def step(engine, *requests):
     return [sample.uid for sample in engine.poll(0.0)]
 
 
-def counts(engine):
-    return [plan.counts.tolist() for plan in engine.plans]
-
-
 def prefilled(engine):
     return sum(int(plan.counts[plan.decoding :].sum()) for plan in engine.plans)
 
@@ -65,8 +61,7 @@ def test_samples_wait_for_a_prompt_in_chunks(make):
     engine = make(100, *requests, max_num_batched_tokens=6)
     finish(engine)
     plans = [(plan.counts.tolist(), len(plan.sampled)) for plan in engine.plans[:3]]
-    assert plans == [([6], 0), ([6], 0), ([4], 4)]
-    assert prefilled(engine) == 16
+    assert plans == [([6], 0), ([6], 0), ([4], 4)] and prefilled(engine) == 16
 
 
 def test_the_budget_goes_to_decoding_first(make):
@@ -76,7 +71,7 @@ def test_the_budget_goes_to_decoding_first(make):
     step(engine, request("c", prompt=10), request("d", prompt=[3]))
     step(engine)
     step(engine)
-    assert counts(engine)[1:] == [[1, 1, 4], [1, 1, 4], [1, 1, 2, 1]]
+    assert [plan.counts.tolist() for plan in engine.plans[1:]] == [[1, 1, 4], [1, 1, 4], [1, 1, 2, 1]]
 
 
 def test_a_long_prompt_runs_alone_when_chunks_are_off(make):
@@ -104,15 +99,13 @@ def test_what_is_found_again(make, tiny, steps, forgets, caching, cached):
     assert (engine.stats()["cached_prefix_tokens"], prefilled(engine)) == (cached, 16 - cached)
 
 
-def test_the_youngest_gives_way_and_comes_back_first(make, tiny):
+def test_the_youngest_gives_way_and_comes_back_first(make):
     requests = [request(uid, prompt=[i, i, i], max_tokens=17) for i, uid in enumerate("012")]
-    engine, late, order = make(6, *requests, enable_prefix_caching=False), request("late", max_tokens=17), []
-    order += step(engine)
-    order += step(engine, late)
+    engine = make(6, *requests, enable_prefix_caching=False)
+    order = step(engine) + step(engine, request("late", max_tokens=17))
     while engine.pending():
         order += step(engine)
-    assert engine.stats()["preemptions"] > 0
-    assert order == ["0", "1", "2", "late"]
+    assert engine.stats()["preemptions"] > 0 and order == ["0", "1", "2", "late"]
 
 
 def test_a_sequence_starts_only_if_those_that_run_can_go_on(make):
