@@ -142,8 +142,7 @@ def test_marks_of_the_template_say_what_is_learnt():
 
 def test_a_template_of_parts_is_given_parts():
     assert shown(PARTS, talk("1?", "2")) == [[f"{U}1?{END}{A}", f"*2{END}"]]
-    template = ChatTemplate(byte_level(MARKERS, PARTS), None)
-    assert template.prompt(talk("1?")) == [(f"{U}1?{END}{A}", False)]
+    assert ChatTemplate(byte_level(MARKERS, PARTS), None).prompt(talk("1?")) == [(f"{U}1?{END}{A}", False)]
 
 
 @pytest.mark.parametrize("arguments", [{"x": "é"}, '{"x": "é"}'])

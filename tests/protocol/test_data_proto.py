@@ -153,9 +153,6 @@ def test_save_and_load(tmp_path):
     assert listed(back) == listed(batch) and back.meta_info == batch.meta_info
 
 
-# Union
-
-
 def test_union():
     batch = table(4)
     other = batch.select(["tokens"], ["uid"]).rename("tokens", "more").union(DataProto(meta_info={"k": 1}))

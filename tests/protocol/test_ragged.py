@@ -66,12 +66,12 @@ def test_successive_rows_are_views():
 
 
 def test_an_empty_part_does_not_change_the_type():
-    whole = Ragged.cat([Ragged.from_list([[]]), ragged([[1, 2]]), Ragged.from_list([], dtype=torch.float64)])
+    empty, two = Ragged.from_list([[]]), ragged([[1, 2]])
+    whole = Ragged.cat([empty, two, Ragged.from_list([], dtype=torch.float64)])
     assert listed(whole) == [[], [1, 2]] and whole.dtype == torch.int64
-    parts = [Ragged.from_list([[]]), ragged([[1, 2], [3]]), ragged([[4]])]
-    assert Ragged.gather(parts, Gather([1, 2, 1], np.array([2, 1, 3]))).dtype == torch.int64
-    tensors = [torch.empty(0), torch.arange(3), torch.arange(2)]
-    found = Gather([0, 3, 2], np.array([4, 0, 2])).dense(tensors)
+    parts, plan = [empty, ragged([[1, 2], [3]]), ragged([[4]])], Gather([1, 2, 1], np.array([2, 1, 3]))
+    assert Ragged.gather(parts, plan).dtype == torch.int64
+    found = Gather([0, 3, 2], np.array([4, 0, 2])).dense([torch.empty(0), torch.arange(3), torch.arange(2)])
     assert found.tolist() == [1, 0, 2] and found.dtype == torch.int64
 
 

@@ -1,4 +1,3 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,3 @@ def test_the_column_of_tandem(odd):
 def test_the_page_of_odd_formats_is_that_of_the_table():
     text = PAGE.read_text(encoding="utf-8")
     assert text == page(text), "python -m docs.odd_formats"
-
-
-def test_no_answer_is_judged_twice():
-    for rows, name in ((ROWS, "scorer"), (ODD_ROWS, "source")):
-        pairs = [(row[name], row["response"], json.dumps(row["truth"])) for row in rows]
-        assert len(set(pairs)) == len(pairs)

@@ -37,16 +37,12 @@ def environment():
 
 def interpreter(user):
     """Return a Python with Tandem's packages that the user may execute; skip the test if there is none."""
+    options = {"user": user, "group": user, "env": environment(), "capture_output": True}
     for path in (sys.executable, *map(str, Path("/usr/bin").glob("python3.1[0-9]"))):
         command = [path, "-c", "import os, sys, tandem.sandbox; open(os.path.realpath(sys.executable))"]
-        try:
-            tried = subprocess.run(
-                command, user=user, group=user, env=environment(), capture_output=True, check=False
-            )
-        except OSError:
-            continue
-        if tried.returncode == 0:
-            return path
+        with suppress(OSError):
+            if subprocess.run(command, check=False, **options).returncode == 0:
+                return path
     pytest.skip("no Python with the needed packages may be executed by this user")
 
 

@@ -139,8 +139,7 @@ def check_attention(step, group, dim, dtype, limit):
 @pytest.mark.parametrize("lengths", [[4000, 1, 777], [300] * 40])
 @pytest.mark.parametrize(("group", "dim"), [(7, 64), (7, 128), (4, 128), (2, 256)])
 def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):
-    step = decode_step(lengths, torch.Generator().manual_seed(1))
-    check_attention(step, group, dim, torch.bfloat16, 1e-2)
+    check_attention(decode_step(lengths, torch.Generator().manual_seed(1)), group, dim, torch.bfloat16, 1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])

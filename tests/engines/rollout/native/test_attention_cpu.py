@@ -100,9 +100,10 @@ print(kind, *(warning.message for warning in caught), sep="|")
 
 
 def use(folder, **environment):
+    """Return the attention that a fresh process chooses, and its warnings."""
     variables = {**os.environ, "TANDEM_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
-    options = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([sys.executable, "-c", USE], env=variables, check=False, **options)
+    command, options = [sys.executable, "-c", USE], {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, env=variables, check=False, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split("|")
 
