@@ -43,11 +43,8 @@ def check(kernel, kinds, constants, warps=4, stages=3, spills=64):
     scalar = {name: "fp32" if name in FLOATS else "i32" for name in kernel.arg_names}
     constexprs = dict.fromkeys(constants, "constexpr")
     signature = {name: (scalar | kinds | constexprs)[name] for name in kernel.arg_names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(kernel.arg_names)
-        if name in kinds or "stride" in name
-    }
+    places = [at for at, name in enumerate(kernel.arg_names) if name in kinds or "stride" in name]
+    aligned = {(at,): [["tt.divisibility", 16]] for at in places}
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     made = triton.compile(source, target=TARGET, options={"num_warps": warps, "num_stages": stages})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -17,13 +17,7 @@ NUMBERS = (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_ulonglong)
 
 
 class Library:
-    """A fake of the driver functions that can fail. It records what is reserved, created and mapped.
-
-    Attributes:
-        room: The bytes of physical memory.
-        reserved, handles, mapped: Bytes by address or handle.
-        readable: The addresses with access.
-    """
+    """A fake of the driver functions that can fail. `room` are its bytes; it records what is mapped."""
 
     def __init__(self, room):
         self.room = room

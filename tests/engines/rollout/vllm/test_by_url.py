@@ -73,12 +73,11 @@ def test_weights_arrive_over_the_network_again_and_again_and_mend_what_was_refus
 def test_each_worker_of_a_server_over_two_devices_takes_its_part_of_the_weights(folder):
     (folder / "neutral").mkdir()
     (folder / "neutral" / "generation_config.json").write_text("{}")
-    options = (
-        "--tensor-parallel-size 2 --max-model-len 96 --max-num-seqs 8 --load-format dummy "
-        "--kv-cache-memory-bytes 4000000 --skip-tokenizer-init --enable-scale-out "
-        "--logprobs-mode processed_logprobs --worker-extension-cls "
-        "tandem.engines.rollout.vllm.worker.WorkerExtension "
-        f"--generation-config {folder / 'neutral'}"
+    extension = "tandem.engines.rollout.vllm.worker.WorkerExtension"
+    options = "--tensor-parallel-size 2 --max-model-len 96 --max-num-seqs 8 --load-format dummy "
+    options += "--kv-cache-memory-bytes 4000000 --skip-tokenizer-init --enable-scale-out --logprobs-mode "
+    options += (
+        f"processed_logprobs --worker-extension-cls {extension} --generation-config {folder / 'neutral'}"
     )
     limits = {"max_length": 96, "max_num_seqs": 8, "bucket_bytes": 20_000}
     with serving(folder, *options.split(), environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as url:
