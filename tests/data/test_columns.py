@@ -1,15 +1,11 @@
-"""Columns that config keys name: answers, system messages, tools, plain questions, and multi-turn prompts."""
-
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
 from tandem.data.forms import PromptForm
 from tandem.errors import DataError
-from tests.data.cases import Data, chatml, prompt_row, talk
+from tests.data.cases import chatml, prompt_row, talk
+from tests.support.refusing import refused
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 WITH_TOOLS = (
@@ -23,28 +19,23 @@ WITH_TOOLS = (
 )
 
 
-def test_questions_and_answers_of_a_plain_table(prompts: Data) -> None:
-    rows = [
-        {"question": "1+1=", "answer": "2", "rules": "be brief"},
-        {"question": "3", "answer": "3", "rules": None},
-    ]
+def test_questions_and_answers_of_a_plain_table(prompts):
+    """Text stays as it is unless it is said to be a question."""
+    rows = [{"question": "1+1=", "answer": "2", "rules": "be brief"}]
+    rows.append({"question": "3", "answer": "3", "rules": None})
     keys = {"prompt_key": "question", "answer_key": "answer", "system_key": "rules"}
     dataset = prompts(rows, form=PromptForm(**keys, apply_chat_template=True))
     system = "<|im_start|>system\nbe brief<|im_end|>\n"
     assert prompts.texts(dataset.tokens) == [system + chatml("1+1="), chatml("3")]
     batch = dataset.batch([0, 1], uid_prefix="0").non_tensor_batch
-    assert batch["ground_truth"].tolist() == ["2", "3"]
-    assert batch["data_source"].tolist() == ["data", "data"]
+    assert batch["ground_truth"].tolist() == ["2", "3"] and batch["data_source"].tolist() == ["data", "data"]
     assert batch["messages"][0] == [{"role": "system", "content": "be brief"}, *talk("1+1=")]
-
-
-def test_text_stays_as_it_is_unless_it_is_said_to_be_a_question(prompts: Data) -> None:
-    dataset = prompts([{"prompt": "12+7=", "answer": "19"}], form=PromptForm(answer_key="answer"))
-    assert prompts.texts(dataset.tokens) == ["12+7="]
+    dataset = prompts(rows[1:], form=PromptForm(prompt_key="question", answer_key="answer"))
+    assert prompts.texts(dataset.tokens) == ["3"]
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_tools_of_a_row_go_to_the_chat_template(prompts: Data, as_text: bool) -> None:
+def test_tools_of_a_row_go_to_the_chat_template(prompts, as_text):
     prompts.tokenizer.chat_template = WITH_TOOLS
     other = {"type": "function", "function": {"name": "sub", "description": "minus"}}
     rows = [
@@ -58,11 +49,11 @@ def test_tools_of_a_row_go_to_the_chat_template(prompts: Data, as_text: bool) ->
     ]
 
 
-def call(name: str, **arguments: Any) -> dict[str, Any]:
+def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_prompts_of_several_turns_with_calls(prompts: Data) -> None:
+def test_prompts_of_several_turns_with_calls(prompts):
     prompts.tokenizer.chat_template = WITH_TOOLS
     (asked, _, sure) = talk("1+1?", "", "sure?")
     added = {"role": "assistant", "content": None, "tool_calls": [call("add", a=1)]}
@@ -74,7 +65,7 @@ def test_prompts_of_several_turns_with_calls(prompts: Data) -> None:
     ]
 
 
-def test_demonstrations_with_tools(demonstrations: Data) -> None:
+def test_demonstrations_with_tools(demonstrations):
     demonstrations.tokenizer.chat_template = WITH_TOOLS
     rows = [{"messages": talk("1+1?", "2"), "tools": json.dumps([TOOL])}]
     dataset = demonstrations(rows, tools_key="tools")
@@ -92,18 +83,14 @@ def test_demonstrations_with_tools(demonstrations: Data) -> None:
      {"system_key": "rules"}, "row 0: rules: not empty, but the prompt already has a system message"),
     ({"rules": "r", "prompt": [1, 2]}, {"system_key": "rules"}, "prompt: token ids"),
 ])  # fmt: skip
-def test_rows_that_do_not_fit_are_named(prompts: Data, row: Any, form: Any, said: str) -> None:
+def test_rows_and_keys_that_do_not_fit_are_named(prompts, row, form, said):
     assert said in str(prompts.refused([prompt_row("a") | row], form=PromptForm(**form)))
-
-
-def test_a_key_of_a_column_that_is_not_there(prompts: Data) -> None:
     text = str(prompts.refused([prompt_row("a")], form=PromptForm(tools_key="tool")))
     assert "missing column 'tool'" in text and "data.tools_key" in text
 
 
-def test_a_mixture_names_every_source(prompts: Data) -> None:
+def test_a_mixture_names_every_source(prompts):
     dataset = prompts([prompt_row("a", source=source) for source in ("x", "y", "x")])
     assert dataset.places_of_sources(("y", "x")).tolist() == [1, 0, 1]
-    with pytest.raises(DataError) as caught:
-        dataset.places_of_sources(("x",))
-    assert (caught.value.field, caught.value.got) == ("data.mixture", "y")
+    error = refused(DataError, lambda: dataset.places_of_sources(("x",)))
+    assert (error.field, error.got) == ("data.mixture", "y")

@@ -1,10 +1,3 @@
-"""Samplers of prompts: the weights of the built-in sampler, a user's sampler in a file, and errors."""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +6,7 @@ from tandem.data.curriculum import DrawnBatches, PassRateSampler, load_sampler
 from tandem.data.prompts import PromptDataset
 from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
+from tests.support.refusing import refused
 from tests.support.tiny import make_tokenizer, problem, write_rows
 
 OWN = """
@@ -46,7 +40,7 @@ class Deaf:
 
 
 @pytest.fixture
-def dataset(tmp_path: Path) -> PromptDataset:
+def dataset(tmp_path):
     """Return the last 14 of 24 rows. The ten rows before have more than four tokens and are dropped."""
     rows = [problem(a, b) for a in (15, 11, 7, 3) for b in range(2, 9)][4:]
     assert len(rows) == 24
@@ -55,16 +49,16 @@ def dataset(tmp_path: Path) -> PromptDataset:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     return str(tmp_path / "own.py")
 
 
-def loaded(dataset: PromptDataset, path: str | None, name: str, **kwargs: Any) -> Any:
+def loaded(dataset, path, name, **kwargs):
     return load_sampler(dataset, path=path, name=name, batch_size=4, seed=0, kwargs=kwargs)
 
 
-def test_rows_are_drawn_by_the_variance_of_their_reward(dataset: PromptDataset) -> None:
+def test_rows_are_drawn_by_the_variance_of_their_reward(dataset):
     count = len(dataset)
     sampler = PassRateSampler(dataset, batch_size=1, seed=0, momentum=0.25, floor=0.01)
     rates = np.full(count, 0.5)
@@ -79,11 +73,10 @@ def test_rows_are_drawn_by_the_variance_of_their_reward(dataset: PromptDataset) 
     expected = weights / weights.sum()
     draws = 20_000
     found = np.bincount([sampler.draw(1)[0] for _ in range(draws)], minlength=count) / draws
-    assert np.ptp(expected) > 0.05
-    assert np.abs(found - expected).max() < 5 * np.sqrt(expected.max() / draws)
+    assert np.ptp(expected) > 0.05 and np.abs(found - expected).max() < 5 * np.sqrt(expected.max() / draws)
 
 
-def test_the_built_in_sampler_goes_on_from_its_state(dataset: PromptDataset) -> None:
+def test_the_built_in_sampler_goes_on_from_its_state(dataset):
     first, second = (PassRateSampler(dataset, batch_size=4, seed=seed) for seed in (1, 2))
     for _ in range(3):
         rows = np.array(first.draw(4))
@@ -93,18 +86,13 @@ def test_the_built_in_sampler_goes_on_from_its_state(dataset: PromptDataset) -> 
     assert [second.draw(4) for _ in range(5)] == [first.draw(4) for _ in range(5)]
 
 
-@pytest.mark.parametrize("setting", [{"floor": 0.0}, {"momentum": 1.0}, {"start": 1.5}])
-def test_settings_out_of_range_are_named(dataset: PromptDataset, setting: dict[str, float]) -> None:
-    (name,) = setting
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, None, "PassRateSampler", **setting)
-    assert caught.value.field == f"data.sampler.kwargs.{name}"
+@pytest.mark.parametrize(("name", "value"), [("floor", 0.0), ("momentum", 1.0), ("start", 1.5)])
+def test_settings_out_of_range_are_named(dataset, name, value):
+    error = refused(ConfigError, lambda: loaded(dataset, None, "PassRateSampler", **{name: value}))
+    assert error.field == f"data.sampler.kwargs.{name}"
 
 
-def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(
-    dataset: PromptDataset, own: str
-) -> None:
-    """A row's number is its place among the kept rows, not in the file."""
+def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(dataset, own):
     sampler = loaded(dataset, own, "Own", start=5)
     batches = DrawnBatches(dataset, 3, sampler)
     first = batches.batch(0)
@@ -122,7 +110,7 @@ def test_batches_are_drawn_in_turn_and_the_sampler_hears_of_each_prompt(
     assert same == second
 
 
-def test_prompts_are_recalled_by_their_uids(dataset: PromptDataset) -> None:
+def test_prompts_are_recalled_by_their_uids(dataset):
     epochs = [dataset.batch([1, 4, 2], uid_prefix=prefix) for prefix in ("0", "3")]
     uids = [epochs[1].non_tensor_batch["uid"][2], epochs[0].non_tensor_batch["uid"][0]]
     found = dataset.recall(uids)
@@ -134,20 +122,12 @@ def test_prompts_are_recalled_by_their_uids(dataset: PromptDataset) -> None:
     assert [record["data_source"] for record in dataset.records([0, 2])] == ["arithmetic"] * 2
 
 
-def test_what_is_no_sampler_is_refused(dataset: PromptDataset, own: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, own, "Owm")
-    assert "Own" in str(caught.value.expected)
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, own, "Deaf")
-    assert "update, state_dict, load_state_dict" in str(caught.value.got)
-    with pytest.raises(ConfigError) as caught:
-        loaded(dataset, own, "Own", begin=1)
-    assert caught.value.field == "data.sampler.kwargs"
-
-
-def test_a_row_drawn_twice_is_refused(dataset: PromptDataset, own: str) -> None:
+def test_what_is_no_sampler_is_refused(dataset, own):
+    assert "Own" in str(refused(ConfigError, lambda: loaded(dataset, own, "Owm")).expected)
+    error = refused(ConfigError, lambda: loaded(dataset, own, "Deaf"))
+    assert "update, state_dict, load_state_dict" in str(error.got)
+    error = refused(ConfigError, lambda: loaded(dataset, own, "Own", begin=1))
+    assert error.field == "data.sampler.kwargs"
     batches = DrawnBatches(dataset, 4, loaded(dataset, own, "Twice"))
-    with pytest.raises(DataError, match="different rows") as caught:
-        batches.batch(0)
-    assert "4 rows, 1 different, 3 to 3" in str(caught.value.got)
+    error = refused(DataError, lambda: batches.batch(0), "different rows")
+    assert "4 rows, 1 different, 3 to 3" in str(error.got)

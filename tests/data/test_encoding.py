@@ -1,7 +1,3 @@
-"""Large files, mapped and tokenized by several processes, give the same as small ones."""
-
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -9,7 +5,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,36 +25,35 @@ from tandem.data.prompts import PromptDataset
 from tandem.data.sft import SFTDataset
 from tandem.errors import DataError
 from tests.data.cases import prompt_row
+from tests.support.refusing import refused
 
 
 @pytest.fixture
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
+def large(monkeypatch):
     """Make every file count as large, and ten rows as much work."""
     monkeypatch.setattr(files_module, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(encoding, "PART_ROWS", 10)
 
 
-def rows_of(count: int) -> list[dict[str, Any]]:
+def rows_of(count):
     return [
         prompt_row(f"{'ab' * (n % 11)}+{n}=", str(n), source="xyz"[n % 3 if n % 4 else 0], level=n)
         for n in range(count)
     ]
 
 
-def uids_of(loader: BatchLoader, count: int) -> list[str]:
+def uids_of(loader, count):
     return [uid for _ in range(count) for uid in loader.next().non_tensor_batch["uid"]]
 
 
-def orders(dataset: PromptDataset) -> tuple[EpochOrder, MixedOrder]:
+def orders(dataset):
     weights = {"x": 0.5, "y": 0.3, "z": 0.2}
     places = dataset.places_of_sources(tuple(weights))
     return EpochOrder(shuffle=True, seed=7), MixedOrder(weights, places, shuffle=True, seed=7)
 
 
-def test_data_go_on_at_any_position_with_any_number_of_workers(
-    files: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: dict[str, Any] = {"max_prompt_length": 33, "filter_overlong_prompts": True}
+def test_data_go_on_at_any_position_with_any_number_of_workers(files, tokenizer, tmp_path, monkeypatch):
+    limits = {"max_prompt_length": 33, "filter_overlong_prompts": True}
     rows = rows_of(150)
     path = files.parquet(rows)
     small = PromptDataset(path, tokenizer, **limits)
@@ -94,9 +88,7 @@ def test_data_go_on_at_any_position_with_any_number_of_workers(
 
 
 @pytest.mark.usefixtures("large")
-def test_every_format_is_mapped_and_reads_as_before(
-    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_format_is_mapped_and_reads_as_before(files, tmp_path, monkeypatch):
     monkeypatch.setattr(formats_module, "BLOCK_BYTES", 400)
     rows = rows_of(30)
     rows[-1]["extra_info"]["note"] = "late"  # a nested column that the first blocks lack
@@ -127,13 +119,11 @@ def test_every_format_is_mapped_and_reads_as_before(
 
 
 @pytest.mark.usefixtures("large")
-def test_what_was_made_is_taken_until_anything_changes(
-    files: Any, tokenizer: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_made_is_taken_until_anything_changes(files, tokenizer, tmp_path, capfd):
     cache = tmp_path / "cache"
     path = files.parquet(rows_of(20))
 
-    def made(**options: Any) -> list[str]:
+    def made(**options):
         PromptDataset(path, tokenizer, cache_dir=str(cache), **{"workers": 1, **options})
         said = capfd.readouterr().err.splitlines()
         return [line.split()[1] for line in said if " written to the cache" in line]
@@ -157,12 +147,10 @@ def test_what_was_made_is_taken_until_anything_changes(
     assert dataset.response_mask.row(4).tolist() == [False] * 5 + [True] * 2
 
 
-def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(tmp_path, capfd):
     cache = tmp_path / "cache"
 
-    def build(place: Path) -> None:
+    def build(place):
         (cache / "new").mkdir()  # another run was faster
         (cache / "new/there").touch()
         place.mkdir()
@@ -173,31 +161,27 @@ def test_an_entry_that_another_run_makes_meanwhile_is_taken_and_old_ones_go(
     entry(cache, "used", "used", Path.touch)
     assert (entry(cache, "new", "new", build) / "there").is_file()
     assert sorted(path.name for path in cache.iterdir()) == ["new", "used"]
-    with pytest.raises(DataError, match=r"^data.cache_dir: "):
-        entry(cache / "used/below", "x", "x", Path.touch)
+    refused(DataError, lambda: entry(cache / "used/below", "x", "x", Path.touch), r"^data.cache_dir: ")
 
 
 @dataclass(frozen=True)
 class Deadly(PromptForm):
     """A form that kills the process at a certain row."""
 
-    def pieces(self, row: Any, template: Any) -> Any:
+    def pieces(self, row, template):
         if row["extra_info"]["level"] == 33:
             os._exit(3)
         return super().pieces(row, template)
 
 
 @pytest.mark.usefixtures("large")
-def test_what_goes_wrong_in_a_process_arrives_with_its_row(
-    files: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_what_goes_wrong_in_a_process_arrives_with_its_row(files, tokenizer, tmp_path):
     paths = [files.parquet(rows_of(20), "a.parquet"), files.parquet(rows_of(40), "b.parquet")]
-    options: dict[str, Any] = {"workers": 2, "cache_dir": str(tmp_path / "cache")}
+    options = {"workers": 2, "cache_dir": str(tmp_path / "cache")}
     template = tokenizer.chat_template
     tokenizer.chat_template = "{{ messages[0].content + ('' if '+33=' not in messages[0].content else 7) }}"
-    with pytest.raises(DataError) as caught:
-        PromptDataset(paths, tokenizer, **options)
-    assert "b.parquet row 33: TypeError" in str(caught.value.got)
+    error = refused(DataError, lambda: PromptDataset(paths, tokenizer, **options))
+    assert "b.parquet row 33: TypeError" in str(error.got)
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"(?s)process died.*b.parquet row (3|2)0 on"):
         PromptDataset(paths, tokenizer, form=Deadly(), **options)

@@ -1,11 +1,5 @@
-"""Mixtures: the share of each source in every batch, and the rows that are drawn."""
-
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +10,14 @@ from tandem.errors import DataError
 NAMES = ("a", "b", "c")
 
 
-def order_of(
-    weights: dict[str, float], counts: dict[str, int], *, shuffle: bool = True, seed: int = 3
-) -> MixedOrder:
+def order_of(weights, counts, *, shuffle=True, seed=3):
     """Return rows 0, 1, … with alternating sources, as long as each source has rows."""
     places = [name for place in range(max(counts.values())) for name in counts if place < counts[name]]
     sources = np.array([list(weights).index(name) for name in places])
     return MixedOrder(weights, sources, shuffle=shuffle, seed=seed)
 
 
-def sequence(shares: Mapping[str, Any], length: int) -> list[str]:
+def sequence(shares, length):
     """Assign each place to the source with the smallest (2 count + 1) / share: the slow reference."""
     shares = {name: Fraction(repr(share)) for name, share in shares.items()}
     counts, found = Counter(dict.fromkeys(shares, 0)), []
@@ -41,7 +33,7 @@ def sequence(shares: Mapping[str, Any], length: int) -> list[str]:
     [{"a": 0.7, "b": 0.3}, {"a": 5, "b": 3, "c": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 0.01, "b": 9.0}],
 )
 @pytest.mark.parametrize("size", [1, 4, 10])
-def test_every_batch_has_the_shares_of_sainte_lague(weights: dict[str, float], size: int) -> None:
+def test_every_batch_has_the_shares_of_sainte_lague(weights, size):
     counts = dict.fromkeys(weights, 40)
     order = order_of(weights, counts)
     rows = 40 * len(weights)
@@ -52,7 +44,7 @@ def test_every_batch_has_the_shares_of_sainte_lague(weights: dict[str, float], s
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_source_that_is_exhausted_comes_again_in_a_new_order(shuffle: bool) -> None:
+def test_a_source_that_is_exhausted_comes_again_in_a_new_order(shuffle):
     order = order_of({"a": 1.0, "b": 1.0}, {"a": 30, "b": 4}, shuffle=shuffle)
     draws = [order.draw([Stretch(0, 34)], epoch, range(34)) for epoch in range(3)]
     passes, rows = (np.concatenate(part) for part in zip(*draws, strict=True))
@@ -64,7 +56,7 @@ def test_a_source_that_is_exhausted_comes_again_in_a_new_order(shuffle: bool) ->
     assert (len({tuple(turn) for turn in turns[:-1]}) > 3) == shuffle
 
 
-def test_places_do_not_depend_on_how_they_are_asked_for() -> None:
+def test_places_do_not_depend_on_how_they_are_asked_for():
     order = order_of({"a": 2.0, "b": 1.0}, {"a": 7, "b": 5})
     whole = [order.draw([Stretch(0, 12)], epoch, range(12))[1].tolist() for epoch in range(4)]
     fresh = order_of({"a": 2.0, "b": 1.0}, {"a": 7, "b": 5})
@@ -74,7 +66,7 @@ def test_places_do_not_depend_on_how_they_are_asked_for() -> None:
     assert other.draw([Stretch(0, 12)], 0, range(12))[1].tolist() != whole[0]
 
 
-def test_of_data_that_grew_new_rows_come_in_with_the_epoch_and_no_uid_twice() -> None:
+def test_of_data_that_grew_new_rows_come_in_with_the_epoch_and_no_uid_twice():
     small, large = {"a": 8, "b": 4}, {"a": 20, "b": 10}
     sources = np.array([0, 0, 1] * 10)
     order = MixedOrder({"a": 2.0, "b": 1.0}, sources, shuffle=True, seed=5)
@@ -83,14 +75,13 @@ def test_of_data_that_grew_new_rows_come_in_with_the_epoch_and_no_uid_twice() ->
     old = [order.draw(stretches[:1], epoch, range(12)) for epoch in range(2)]
     for epoch, (passes, rows) in enumerate(old):
         same = before.draw(stretches[:1], epoch, range(12))
-        assert (passes.tolist(), rows.tolist()) == tuple(part.tolist() for part in same)
-        assert rows.max() < 12
+        assert (passes.tolist(), rows.tolist()) == tuple(part.tolist() for part in same) and rows.max() < 12
     new = [order.draw(stretches, epoch, range(30)) for epoch in (2, 3)]
     assert sorted(new[0][1].tolist()) == list(range(30))
     drawn = [pair for passes, rows in old + new for pair in zip(passes.tolist(), rows.tolist(), strict=True)]
     assert len(set(drawn)) == len(drawn) == 84
 
 
-def test_a_source_without_rows_is_refused() -> None:
+def test_a_source_without_rows_is_refused():
     with pytest.raises(DataError, match=r"(?s)^data.mixture: .*got:      b"):
         MixedOrder({"a": 1.0, "b": 1.0}, np.zeros(4, int), shuffle=True, seed=0)

@@ -1,10 +1,5 @@
 """A user's own datasets and samplers with verl's signatures: torch classes that do not know Tandem."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,8 +7,7 @@ import torch
 from tandem.config.data import DataConfig
 from tandem.data.curriculum import DrawnBatches, load_sampler
 from tandem.data.own import OwnPrompts
-from tandem.data.prompts import PromptDataset
-from tandem.errors import ConfigError, DataError, TandemError
+from tandem.errors import ConfigError, DataError
 from tandem.protocol import DataProto
 from tandem.rewards.signatures import VERLS
 from tandem.workers.data import prompt_dataset
@@ -110,21 +104,17 @@ class Saved(Learning):
 '''
 
 
-def own(
-    tmp_path: Path, tokenizer: Any, name: str, rows: int = 6, *, text: str = DATASETS, **keys: Any
-) -> Any:
+def own(tmp_path, tokenizer, name, rows=6, *, text=DATASETS, **keys):
     (tmp_path / "own.py").write_text(text)
     (tmp_path / "rows.txt").write_text(str(rows))
-    files = (str(tmp_path / "rows.txt"),)
-    cls = {"path": str(tmp_path / "own.py"), "name": name}
+    files, cls = (str(tmp_path / "rows.txt"),), {"path": str(tmp_path / "own.py"), "name": name}
     config = DataConfig(train_files=files, custom_cls=cls, **keys)
     return prompt_dataset(config, tokenizer, files, config.train_max_samples, VERLS)
 
 
-def test_rows_of_messages_are_formatted_and_scored(tmp_path: Path, tokenizer: Any) -> None:
+def test_rows_of_messages_are_formatted_and_scored(tmp_path, tokenizer):
     dataset = own(tmp_path, tokenizer, "Chat", train_max_samples=5)
-    assert isinstance(dataset, OwnPrompts)
-    assert (len(dataset), dataset.data_sources) == (5, ("even", "odd"))
+    assert isinstance(dataset, OwnPrompts) and (len(dataset), dataset.data_sources) == (5, ("even", "odd"))
     batch = dataset.batch([4, 1], uid_prefix=[0, 3])
     texts = [tokenizer.decode(ids) for ids in batch.ragged("prompts")]
     assert texts == [chatml("4+4="), chatml("1+1=")]
@@ -136,31 +126,23 @@ def test_rows_of_messages_are_formatted_and_scored(tmp_path: Path, tokenizer: An
     assert dataset.places_of_sources(("odd", "even")).tolist() == [1, 0, 1, 0, 1]
 
 
-def test_padded_ids_are_taken_as_they_are_without_padding(tmp_path: Path, tokenizer: Any) -> None:
-    dataset = own(tmp_path, tokenizer, "Padded", max_prompt_length=8)
-    assert dataset.longest == 6
-    prompts = dataset.batch(range(6), uid_prefix="0").ragged("prompts")
-    assert [tokenizer.decode(ids) for ids in prompts] == ["7" * n for n in range(1, 7)]
-
-
-@pytest.mark.parametrize(("key", "value", "lengths"), [
-    ("filter_overlong_prompts", True, [1, 2, 3, 4]), ("truncation", "left", [1, 2, 3, 4, 4, 4]),
+@pytest.mark.parametrize(("keys", "kept"), [
+    ({"max_prompt_length": 9}, [1, 2, 3, 4, 5, 6]), ({"filter_overlong_prompts": True}, [1, 2, 3, 4]),
+    ({"truncation": "left"}, [1, 2, 3, 4, 4, 4]),
 ])  # fmt: skip
-def test_long_rows_are_left_out_or_cut(
-    tmp_path: Path, tokenizer: Any, key: str, value: Any, lengths: list[int]
-) -> None:
+def test_padded_ids_are_taken_without_padding_and_left_out_or_cut(tmp_path, tokenizer, keys, kept):
     text = DATASETS.replace("config.max_prompt_length", "9")
-    dataset = own(tmp_path, tokenizer, "Padded", text=text, max_prompt_length=4, **{key: value})
-    assert dataset.batch(range(len(dataset)), uid_prefix="0").ragged("prompts").lengths.tolist() == lengths
+    dataset = own(tmp_path, tokenizer, "Padded", text=text, **{"max_prompt_length": 4, **keys})
+    assert dataset.longest == max(kept)
+    prompts = dataset.batch(range(len(dataset)), uid_prefix="0").ragged("prompts")
+    assert [tokenizer.decode(ids) for ids in prompts] == ["7" * count for count in kept]
 
 
 @pytest.mark.parametrize(("name", "error", "field"), [
     ("Broken", DataError, None), ("Strange", ConfigError, "data.custom_cls.name"),
     ("Missing", ConfigError, "data.custom_cls.name"),
 ])  # fmt: skip
-def test_what_is_wrong_is_said_before_training(
-    tmp_path: Path, tokenizer: Any, name: str, error: type[TandemError], field: str | None
-) -> None:
+def test_what_is_wrong_is_said_before_training(tmp_path, tokenizer, name, error, field):
     with pytest.raises(error) as caught:
         own(tmp_path, tokenizer, name)
     assert (
@@ -168,18 +150,18 @@ def test_what_is_wrong_is_said_before_training(
     )
 
 
-def drawn(tmp_path: Path, dataset: PromptDataset, name: str) -> DrawnBatches:
+def drawn(tmp_path, dataset, name):
     (tmp_path / "samplers.py").write_text(SAMPLERS)
     path = str(tmp_path / "samplers.py")
     sampler = load_sampler(dataset, path=path, name=name, batch_size=4, seed=1, kwargs={}, config={"seed": 1})
     return DrawnBatches(dataset, 4, sampler)
 
 
-def indices(batches: DrawnBatches, numbers: range) -> list[list[int]]:
+def indices(batches, numbers):
     return [batches.batch(number).non_tensor_batch["index"].tolist() for number in numbers]
 
 
-def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path, tokenizer):
     dataset = own(tmp_path, tokenizer, "Chat", rows=10)
     batches = drawn(tmp_path, dataset, "Sorted")
     one_pass = [[8, 6, 4, 2], [0, 9, 7, 5]]  # rows 3 and 1 do not fill a batch
@@ -189,7 +171,7 @@ def test_a_sampler_of_verls_is_iterated_in_whole_batches(tmp_path: Path, tokeniz
     assert indices(again, range(4, 6)) == one_pass
 
 
-def test_it_is_told_of_scores_and_goes_on_by_its_own_state(tmp_path: Path, tokenizer: Any) -> None:
+def test_it_is_told_of_scores_and_goes_on_by_its_own_state(tmp_path, tokenizer):
     dataset = own(tmp_path, tokenizer, "Chat", rows=10)
     batches = drawn(tmp_path, dataset, "Saved")
     assert indices(batches, range(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]

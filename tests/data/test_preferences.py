@@ -1,33 +1,25 @@
-"""PreferenceDataset: the exact tokens of a pair, and the errors for bad rows."""
-
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 import torch
 
-from tests.data.cases import Data, chatml, talk
+from tests.data.cases import chatml, talk
 
 
-def shown(pairs: Data, data: Any, side: str = "chosen", row: int = 0) -> tuple[str, str]:
-    """Return the text of the prompt and the text of the response."""
+def shown(pairs, data, side="chosen", row=0):
     ids, marks = getattr(data, side).row(row), getattr(data, f"{side}_mask").row(row)
     return pairs.tokenizer.decode(ids[~marks]), pairs.tokenizer.decode(ids[marks])
 
 
-def test_texts_follow_their_prompt_and_end(pairs: Data) -> None:
+def test_texts_follow_their_prompt_and_end(pairs):
     rows = [{"prompt": talk("1+1?"), "chosen": "2", "rejected": "11"}]
     data = pairs([*rows, {"prompt": talk("hi"), "chosen": "", "rejected": "x"}])
     assert shown(pairs, data) == (chatml("1+1?"), "2<|im_end|>")
     assert shown(pairs, data, "rejected") == (chatml("1+1?"), "11<|im_end|>")
-    assert shown(pairs, data, row=1) == (chatml("hi"), "<|im_end|>")
-    assert data.margins.tolist() == [0, 0]
+    assert shown(pairs, data, row=1) == (chatml("hi"), "<|im_end|>") and data.margins.tolist() == [0, 0]
 
 
-def test_conversations_end_with_the_answer_as_the_model_writes_it(pairs: Data) -> None:
-    """Template text after the last end-of-sequence token is left out, and a prompt column is not read."""
+def test_conversations_end_with_the_answer_as_the_model_writes_it(pairs):
     data = pairs([
         {"prompt": "unused", "chosen": talk("a", "b", "c", "good"), "rejected": talk("a", "b", "c", "bad")}
     ])  # fmt: skip
@@ -35,7 +27,7 @@ def test_conversations_end_with_the_answer_as_the_model_writes_it(pairs: Data) -
     assert pairs.texts(data.rejected)[0].endswith("assistant\nbad<|im_end|>")
 
 
-def test_a_batch_has_a_pair_in_each_row(pairs: Data) -> None:
+def test_a_batch_has_a_pair_in_each_row(pairs):
     rows = [
         {"q": "x" * (1 + n), "good": "1" * n, "bad": "2" * (5 - n), "by": n / 4 if n else 3.0}
         for n in range(5)
@@ -54,7 +46,7 @@ def test_a_batch_has_a_pair_in_each_row(pairs: Data) -> None:
     assert list(batch.non_tensor_batch["index"]) == [3, 0]
 
 
-def test_each_half_is_cut_by_itself(pairs: Data) -> None:
+def test_each_half_is_cut_by_itself(pairs):
     rows = [{"prompt": "1234", "chosen": "x", "rejected": "xyz"}]
     data = pairs(rows, max_length=6, truncation="left")
     assert shown(pairs, data) == ("1234", "x<|im_end|>")
@@ -79,7 +71,7 @@ APART = {"prompt": talk("a"), "chosen": talk("", "b")[1:], "rejected": talk("", 
     (TALKS, {"chosen": None}, "chosen: not a list of messages but null"),
     (APART, {"rejected": talk("", "b", "c")[1:]}, "rejected: the last message is not the assistant's"),
 ])  # fmt: skip
-def test_wrong_rows_of_pairs(pairs: Data, good: Any, change: Any, problem: str) -> None:
+def test_wrong_rows_of_pairs(pairs, good, change, problem):
     keys = {"margin_key": "margin"} if "margin" in good else {}
     assert f"row 1: {problem}\n" in str(pairs.refused([good, good | change], **keys))
 
@@ -90,11 +82,11 @@ def test_wrong_rows_of_pairs(pairs: Data, good: Any, change: Any, problem: str) 
     ({"prompt": "1", "chosen": "2"}, {}, "missing column 'rejected'"),
     ({"prompt": "a", "other": "b"}, {}, "'chosen' and 'rejected'"),
 ])  # fmt: skip
-def test_missing_columns_of_a_pair(pairs: Data, row: Any, keys: Any, named: str) -> None:
+def test_missing_columns_of_a_pair(pairs, row, keys, named):
     assert str(pairs.refused([row], **keys)).count(named) == 1
 
 
-def test_answers_of_messages_follow_a_prompt_of_messages(pairs: Data) -> None:
+def test_answers_of_messages_follow_a_prompt_of_messages(pairs):
     apart = {"prompt": talk("a", "b", "c"), "chosen": talk("", "good")[1:], "rejected": talk("", "bad")[1:]}
     whole = {"chosen": talk("a", "b", "c", "good"), "rejected": talk("a", "b", "c", "bad")}
     data, joined = pairs([apart]), pairs([whole])
@@ -106,8 +98,8 @@ def test_answers_of_messages_follow_a_prompt_of_messages(pairs: Data) -> None:
     assert "row 0: chosen: a list of messages, but the prompt is not" in str(error)
 
 
-def test_texts_without_a_prompt_are_the_whole(pairs: Data) -> None:
+def test_texts_without_a_prompt_are_the_whole(pairs):
     data = pairs([{"chosen": "The sky is blue.", "rejected": "no"}])
-    assert pairs.texts(data.chosen) == ["The sky is blue.<|im_end|>"]
+    texts = pairs.texts(data.chosen) + pairs.texts(data.rejected)
+    assert texts == ["The sky is blue.<|im_end|>", "no<|im_end|>"]
     assert data.chosen_mask.row(0).tolist() == [False] + [True] * 16
-    assert pairs.texts(data.rejected) == ["no<|im_end|>"]

@@ -1,27 +1,21 @@
-"""PromptDataset: the result for good rows, and the error for what a whole set of rows can have wrong."""
-
-from __future__ import annotations
-
 import copy
 import json
 import random
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tandem.data.forms import PromptForm
 from tandem.data.tokens import tokenize
 from tandem.rewards.signatures import VERLS, Reads
-from tests.data.cases import Data, chatml, prompt_row, talk, text_row
+from tests.data.cases import chatml, prompt_row, talk, text_row
 
 
-def columns_of(batch: Any) -> dict[str, list[Any]]:
+def columns_of(batch):
     return {name: list(column) for name, column in batch.non_tensor_batch.items()}
 
 
-def test_batch_holds_what_the_file_holds(prompts: Data) -> None:
+def test_batch_holds_what_the_file_holds(prompts):
     system = [{"role": "system", "content": "be brief"}, *talk("1+1=")]
     rows = [prompt_row("3+4=", "7", index=5), prompt_row(system, "2", source="gsm8k"), prompt_row("0", "0")]
     dataset = prompts(rows)
@@ -41,7 +35,7 @@ def test_batch_holds_what_the_file_holds(prompts: Data) -> None:
     assert dataset.data_sources == ("arithmetic", "gsm8k")
 
 
-def test_several_files_of_several_formats_and_shapes(prompts: Data) -> None:
+def test_several_files_of_several_formats_and_shapes(prompts):
     first = prompts.files.parquet([prompt_row("a", index=1), prompt_row("b")], "a.parquet")
     row = prompt_row([{"content": "c", "role": "user"}], "9")  # the fields have another order
     del row["extra_info"]
@@ -54,7 +48,7 @@ def test_several_files_of_several_formats_and_shapes(prompts: Data) -> None:
     assert columns["extra_info"][2] == {} and columns["extra_info"][4]["level"] == 3
 
 
-def test_functions_of_either_form_get_what_they_read(prompts: Data) -> None:
+def test_functions_of_either_form_get_what_they_read(prompts):
     rows = [prompt_row("x")]
     assert "columns" not in prompts(rows).batch([0], uid_prefix="e").non_tensor_batch
     both = VERLS + Reads(("prompt",), ())
@@ -63,7 +57,7 @@ def test_functions_of_either_form_get_what_they_read(prompts: Data) -> None:
     assert columns["prompt"][0]["content"] == "x" and columns["reward_model"]["ground_truth"]
 
 
-def test_text_needs_no_template(prompts: Data) -> None:
+def test_text_needs_no_template(prompts):
     prompts.tokenizer.chat_template = None
     texts = ["12+7=", "<|im_start|>héé\n"]
     dataset = prompts([text_row(text) for text in texts])
@@ -73,16 +67,15 @@ def test_text_needs_no_template(prompts: Data) -> None:
     assert list(messages) == [[{"role": "", "content": "12+7="}]]
 
 
-def test_other_column_names_and_template_options(prompts: Data) -> None:
+def test_other_column_names_and_template_options(prompts):
     row = prompt_row("a")
     rows = [{"q": row["prompt"], "from": "s", "reward_model": row["reward_model"]}]
     form = PromptForm(prompt_key="q", reward_fn_key="from")
     dataset = prompts(rows, form=form, chat_template_kwargs={"think": True})
-    assert prompts.texts(dataset.tokens) == [chatml("a") + "<think>"]
-    assert dataset.data_sources == ("s",)
+    assert prompts.texts(dataset.tokens) == [chatml("a") + "<think>"] and dataset.data_sources == ("s",)
 
 
-def test_template_sees_no_null_fields(prompts: Data) -> None:
+def test_template_sees_no_null_fields(prompts):
     prompts.tokenizer.chat_template = "{% for m in messages %}{{ m.keys() | list }}{% endfor %}"
     named = [{"role": "user", "content": "x", "name": "Ann"}]
     dataset = prompts([prompt_row(named), prompt_row("y")])
@@ -90,7 +83,7 @@ def test_template_sees_no_null_fields(prompts: Data) -> None:
     assert dataset.batch([1], uid_prefix="0").non_tensor_batch["messages"][0] == talk("y")
 
 
-def test_max_samples_keeps_the_first(prompts: Data) -> None:
+def test_max_samples_keeps_the_first(prompts):
     paths = [prompts.files.parquet([prompt_row(c) for c in text], f"{text}.parquet") for text in ("ab", "cd")]
     assert prompts.texts(prompts(paths, max_samples=3).tokens) == [chatml(c) for c in "abc"]
     for count in (0, -2):
@@ -99,80 +92,63 @@ def test_max_samples_keeps_the_first(prompts: Data) -> None:
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "45678"), ("right", "12345"), ("middle", "12678")])
-def test_truncation_cuts_tokens(prompts: Data, truncation: str, kept: str) -> None:
+def test_truncation_cuts_tokens(prompts, truncation, kept):
     rows = [text_row(text) for text in ("a b", "12345678", "12345")]
     dataset = prompts(rows, max_prompt_length=5, truncation=truncation)
     assert prompts.texts(dataset.tokens) == ["a b", kept, "12345"] and dataset.dropped == 0
 
 
-def test_truncation_error_names_rows_and_lengths(prompts: Data) -> None:
+def test_long_rows_are_named_with_their_lengths_or_dropped_and_counted(prompts):
     error = prompts.refused([text_row("x" * length) for length in (3, 9, 5, 6)], max_prompt_length=5)
     assert error.field == "data.max_prompt_length" and "2 row(s) of 4" in error.message
     assert "row 1: 9 tokens\n" in str(error) and "row 3: 6 tokens\n" in str(error)
     assert "at most 5 tokens; the longest has 9" in str(error.expected)
     assert "data.filter_overlong_prompts=True" in str(error.remedy)
-
-
-def test_filter_drops_counts_and_keeps_row_numbers(prompts: Data) -> None:
-    rows = [text_row("x" * n, str(n)) for n in (6, 2, 7, 5)]
-    dataset = prompts(rows, max_prompt_length=5, filter_overlong_prompts=True)
+    limits = {"max_prompt_length": 5, "filter_overlong_prompts": True}
+    dataset = prompts([text_row("x" * n, str(n)) for n in (6, 2, 7, 5)], **limits)
     assert (len(dataset), dataset.dropped) == (2, 2)
     batch = dataset.batch([1, 0], uid_prefix="0")
     assert batch.ragged("prompts").lengths.tolist() == [5, 2]
     columns = columns_of(batch)
     assert columns["ground_truth"] == ["5", "2"] and columns["uid"] == ["0-3", "0-1"]
-
-
-def test_all_filtered_out(prompts: Data) -> None:
-    rows = [text_row("x" * n) for n in (6, 8)]
-    error = prompts.refused(rows, max_prompt_length=5, filter_overlong_prompts=True)
+    error = prompts.refused([text_row("x" * n) for n in (6, 8)], **limits)
     assert error.field == "data.filter_overlong_prompts"
     assert "prompts of 6 to 8 tokens" in str(error.got) and "(now 5)" in str(error.remedy)
 
 
-def test_a_wrong_choice_of_truncation_and_files_that_are_not_there(prompts: Data) -> None:
+def test_a_wrong_choice_of_truncation_and_files_that_are_not_there(prompts):
     absent = str(prompts.files.folder / "absent.parquet")
     assert prompts.refused(absent, truncation="middel").got == "middel"
     good = prompts.files.parquet([prompt_row("a")])
     assert prompts.refused([good, absent]).field == absent
     folder = str(prompts.files.folder)
-    assert prompts.refused(folder).field == folder
-    assert "no data file is named" in str(prompts.refused([]))
+    assert prompts.refused(folder).field == folder and "no data file is named" in str(prompts.refused([]))
 
 
-def test_template_missing(prompts: Data) -> None:
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+CONTENT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def test_templates_that_are_missing_refuse_a_row_or_are_broken(prompts):
+    """A broken template is named, and not the rows."""
     prompts.tokenizer.chat_template = None
     error = prompts.refused([prompt_row("a")])
     assert "no chat template" in error.message and prompts.tokenizer.name_or_path in str(error)
     assert "actor_rollout_ref.model.custom_chat_template=" in str(error.remedy)
-
-
-def test_template_that_refuses_names_the_row(prompts: Data) -> None:
-    prompts.tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
-    )
+    prompts.tokenizer.chat_template = REFUSES + CONTENT
     error = prompts.refused([prompt_row("a"), prompt_row([{"role": "system", "content": "x"}])])
     assert "1 row(s)" in error.message and "row 1: no system role" in str(error.got)
-
-
-@pytest.mark.parametrize(
-    "template", ["{% for m in messages %}{{ m.content }}", "{{ messages[0].nothing.more }}"]
-)
-def test_a_broken_template_is_named_and_not_the_rows(prompts: Data, template: str) -> None:
-    prompts.tokenizer.chat_template = template
-    error = prompts.refused([prompt_row("x")] * 3)
-    assert error.field == "tokenizer.chat_template"
-    assert "row 0" not in str(error) and "custom_chat_template=" in str(error)
-
-
-def test_prompt_without_tokens(prompts: Data) -> None:
-    prompts.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    prompts.tokenizer.chat_template = CONTENT
     error = prompts.refused([prompt_row("a"), prompt_row("")])
     assert "1 row(s)" in error.message and "row 1: no tokens" in str(error.got)
+    for broken in ("{% for m in messages %}{{ m.content }}", "{{ messages[0].nothing.more }}"):
+        prompts.tokenizer.chat_template = broken
+        error = prompts.refused([prompt_row("x")] * 3)
+        assert error.field == "tokenizer.chat_template"
+        assert "row 0" not in str(error) and "custom_chat_template=" in str(error)
 
 
-def test_ten_rows_are_named_with_their_files_and_the_rest_counted(prompts: Data) -> None:
+def test_ten_rows_are_named_with_their_files_and_the_rest_counted(prompts):
     good = prompts.files.parquet([prompt_row("a")] * 2000, "good.parquet")
     rows = [prompt_row("a"), *[prompt_row("b", None)] * 12, prompt_row("c")]
     text = str(prompts.refused([good, prompts.files.parquet(rows, "bad.parquet")]))
@@ -180,23 +156,21 @@ def test_ten_rows_are_named_with_their_files_and_the_rest_counted(prompts: Data)
     assert [f"bad.parquet row {row}: " in text for row in (0, 1, 10, 11)] == [False, True, True, False]
 
 
-def test_many_rows_are_stored_flat(prompts: Data) -> None:
+def test_many_rows_are_stored_flat(prompts):
     dataset = prompts([text_row("x" * (1 + n % 7)) for n in range(5000)])
     assert dataset.tokens.dtype == torch.int32
-    assert np.array_equal(dataset.tokens.lengths.numpy(), 1 + np.arange(5000) % 7)
+    assert dataset.tokens.lengths.tolist() == [1 + n % 7 for n in range(5000)]
 
 
-def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(prompts: Data) -> None:
+def test_rows_that_hold_images_are_refused_and_empty_ones_are_not(prompts):
     rows = [prompt_row("1+1=", "2") | {"images": images} for images in ([], None, ["cat.png"])]
     form = PromptForm(media_keys=("images", "videos"))
-    assert len(prompts(rows[:2], form=form)) == 2
-    assert len(prompts(rows)) == 3
+    assert len(prompts(rows[:2], form=form)) == 2 and len(prompts(rows)) == 3
     assert "row 2: images" in str(prompts.refused(rows, form=form))
 
 
 @pytest.mark.parametrize("split_special", [False, True])
-def test_texts_are_tokenised_as_the_tokenizer_does_in_a_call(tokenizer: Any, split_special: bool) -> None:
-    """This also holds if an earlier call, or the tokenizer's file, turned on truncation and padding."""
+def test_texts_are_tokenised_as_the_tokenizer_does_in_a_call(tokenizer, split_special):
     draw = random.Random(repr(split_special))
     tokenizer.split_special_tokens = split_special
     pieces = [*tokenizer.all_special_tokens, "ä", "\U0001f600", "\n\n", "  ", "the", "\u202e", "9", "\x00"]
@@ -207,9 +181,9 @@ def test_texts_are_tokenised_as_the_tokenizer_does_in_a_call(tokenizer: Any, spl
     assert [ids.tolist() for ids in tokenize(tokenizer, texts)] == expected
 
 
-def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer: Any) -> None:
-    class Shouting(type(tokenizer)):  # type: ignore[misc]
-        def __call__(self, text: Any, **options: Any) -> Any:
+def test_a_tokenizer_with_a_call_of_its_own_is_called(tokenizer):
+    class Shouting(type(tokenizer)):
+        def __call__(self, text, **options):
             return super().__call__([each.upper() for each in text], **options)
 
     own = copy.deepcopy(tokenizer)

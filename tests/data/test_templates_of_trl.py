@@ -1,10 +1,4 @@
-"""Chat templates of real models, from an installed trl or from the folder TANDEM_CHAT_TEMPLATES.
-
-Every turn of the assistant is learned up to its end, after the text that precedes it in generation. Only
-conversations that the template itself rejects are refused, because it does not know their roles.
-"""
-
-from __future__ import annotations
+"""Chat templates of real models, from an installed trl or from the folder TANDEM_CHAT_TEMPLATES."""
 
 import os
 import re
@@ -28,7 +22,7 @@ _MARKER = re.compile(
 _MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
-def _folder() -> Path | None:
+def _folder():
     if named := os.environ.get("TANDEM_CHAT_TEMPLATES"):
         return Path(named)
     found = find_spec("trl")
@@ -59,19 +53,19 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.skipif(not _FILES, reason="no trl here, and TANDEM_CHAT_TEMPLATES names no folder")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_a_real_template_trains_what_generation_meets(path: Path, kind: str) -> None:
+def test_a_real_template_trains_what_generation_meets(path, kind):
     refused = refusals(path, kind)
     assert all(re.search("[Rr]oles? |roles$", why) for why in refused.values()), refused
     assert not refused.keys() - {"system", "calls"}
 
 
-def refusals(path: Path, kind: str) -> dict[str, str]:
+def refusals(path, kind):
     """Check all conversations, and return which ones the template itself rejects, and why."""
     source = path.read_text(encoding="utf-8")
     tokenizer = KINDS[kind](sorted(set(_MARKER.findall(source))), source)
     template = ChatTemplate(tokenizer, None)
     encoder = Encoder(ConversationForm("m", "t"), tokenizer, template, Limit(10**6, ""), learnt=True)
-    refused: dict[str, str] = {}
+    refused = {}
     for name, messages in CONVERSATIONS.items():
         tools = _TOOLS if name == "calls" else None
         part = encoder.part([{"m": messages, "t": tools}], [0])
@@ -85,9 +79,7 @@ def refusals(path: Path, kind: str) -> dict[str, str]:
     return refused
 
 
-def _follows(
-    tokenizer: Any, template: ChatTemplate, messages: Any, tools: Any, rows: Any, marked: bool
-) -> None:
+def _follows(tokenizer, template, messages, tools, rows, marked):
     read = template.read(messages)
     rendered = template.render(messages, tools=tools)
     turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]

@@ -1,16 +1,10 @@
-"""Token ids of responses equal those that the model reads and writes, with several kinds of tokenizers."""
-
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from tandem.data.chat import ChatTemplate
-from tandem.data.encoder import Encoder, Form
+from tandem.data.encoder import Encoder
 from tandem.data.examples import ConversationForm, PairForm, PreferenceForm
 from tandem.data.forms import PromptForm
 from tandem.data.tokens import begin, encoded, tokenize
@@ -27,7 +21,7 @@ PLAIN = (
 FORMS = (PairForm("prompt", "response"), PreferenceForm(("response", "b"), "prompt", None, side="response"))
 
 
-def made(form: Form, row: dict[str, Any], tokenizer: Any, **options: Any) -> tuple[list[int], np.ndarray]:
+def made(form, row, tokenizer, **options):
     """Return the ids of a row, and the mask of the ids that the model learns."""
     encoder = Encoder(form, tokenizer, ChatTemplate(tokenizer, None), Limit(999, ""), learnt=True, **options)
     part = encoder.part([row], [0])
@@ -36,8 +30,7 @@ def made(form: Form, row: dict[str, Any], tokenizer: Any, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_conversations_ids_are_those_of_its_template(kind: str) -> None:
-    """The response is not tokenized separately, so no space is learned before it."""
+def test_a_conversations_ids_are_those_of_its_template(kind):
     tokenizer = KINDS[kind](MARKERS, PLAIN)
     messages = talk("The sum?", "The answer", "x:", " a  é")
     ids, mask = made(ConversationForm("messages"), {"messages": messages}, tokenizer)
@@ -55,19 +48,17 @@ def test_a_conversations_ids_are_those_of_its_template(kind: str) -> None:
     ("prompt", "response"),
     [("Q: ", "The sum"), ("Q:", " The"), ("Q:\n", "\nThe"), ("a", "nswer"), ("The", ""), ("1+1=", "é")],
 )
-def test_a_response_follows_its_prompt_as_the_model_meets_it(kind: str, prompt: str, response: str) -> None:
-    """This also holds if a token of the whole text would cross the boundary."""
+def test_a_response_follows_its_prompt_as_the_model_meets_it(kind, prompt, response):
     tokenizer = KINDS[kind]()
     before, after = encoded(tokenizer, [[(prompt, False), (response, True)]])[0]
     (met,) = tokenize(tokenizer, [prompt])
-    assert before.tolist() == met.tolist()
-    assert tokenizer.decode([*before, *after]) == prompt + response
+    assert before.tolist() == met.tolist() and tokenizer.decode([*before, *after]) == prompt + response
     (whole,) = tokenize(tokenizer, [prompt + response])
     if whole[: len(met)].tolist() == met.tolist():
         assert [*before, *after] == whole.tolist()
 
 
-def test_several_pieces_where_tokens_would_lie_on_both_sides() -> None:
+def test_several_pieces_where_tokens_would_lie_on_both_sides():
     tokenizer = metaspace()
     pieces = [("Q: ", False), ("The ", True), (" Q: ", False), ("The", True), ("", False)]
     parts = encoded(tokenizer, [[([7], False), *pieces], pieces[:1]])
@@ -77,7 +68,7 @@ def test_several_pieces_where_tokens_would_lie_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_and_preferences_read_alike(kind: str) -> None:
+def test_pairs_and_preferences_read_alike(kind):
     tokenizer = KINDS[kind](MARKERS, PLAIN)
     row = {"prompt": talk("The sum?"), "response": "The answer"}
     ids, mask = made(PairForm("prompt", "response"), row, tokenizer, ended=True)
@@ -88,8 +79,7 @@ def test_pairs_and_preferences_read_alike(kind: str) -> None:
     assert made(form, pair, tokenizer)[0] == ids
 
 
-def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
-    """A text that already has the token gets no second one. Templates write their own begin token."""
+def test_a_text_prompt_gets_the_tokenizers_begin_token():
     tokenizer = metaspace(MARKERS, PLAIN)
     first = tokenizer.bos_token_id
     for form in FORMS:
@@ -106,13 +96,13 @@ def test_a_text_prompt_gets_the_tokenizers_begin_token() -> None:
     assert first not in encoder_ids(PromptForm(needs=None), {"prompt": "The sum"}, byte_level())
 
 
-def encoder_ids(form: Form, row: dict[str, Any], tokenizer: Any) -> list[int]:
+def encoder_ids(form, row, tokenizer):
     encoder = Encoder(form, tokenizer, ChatTemplate(tokenizer, None), Limit(999, ""))
     return encoder.part([row], [0]).ids.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
+def test_a_response_that_has_its_end_token_gets_no_other(kind):
     tokenizer = KINDS[kind]()
     for response in ("a", "a<|end|>", "<|end|>", ""):
         for prompt in ("Q:", "Q:<|end|>"):
@@ -124,8 +114,7 @@ def test_a_response_that_has_its_end_token_gets_no_other(kind: str) -> None:
 
 
 @pytest.mark.parametrize("single", ["<s> $A", "<s> $A <|end|>", "<s>:0 <|user|>:0 $A:0", "$A <|end|>", "$A"])
-def test_the_begin_token_is_what_stands_before_a_text_and_no_end(single: str) -> None:
-    """The begin tokens may be several (GLM), and any vocabulary works."""
+def test_the_begin_token_is_what_stands_before_a_text_and_no_end(single):
     core = Tokenizer(models.WordLevel({"1": 0}))
     core.add_special_tokens(["<s>", "<|end|>", "<|user|>"])
     known = [(token, core.token_to_id(token)) for token in ("<s>", "<|end|>", "<|user|>")]

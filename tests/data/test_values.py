@@ -1,10 +1,4 @@
-"""Values are read as they are in the file, or the file is refused with an error that names the row."""
-
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,25 +25,24 @@ MIXED = (("1", "1.5"), ("9007199254740993", "0.5"), ("true", "1"), ("1", '"1"'),
 
 
 @pytest.fixture(params=[False, True], ids=["memory", "cache"])
-def cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def cache(request, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "IN_MEMORY_BYTES", 0)
     return str(tmp_path / "cache") if request.param else None
 
 
-def answers(path: Path, cache: str | None) -> list[Any]:
+def answers(path, cache):
     table = read_files(str(path), ("prompt",), optional=None, cache_dir=cache).table
     return [row["answer"] for row in table.to_pylist()]
 
 
-def json_files(folder: Path, values: tuple[str, ...]) -> list[Path]:
-    """Write JSON lines, and a JSON list, of rows with these answers."""
+def json_files(folder, values):
     rows = [f'{{"prompt": "x", "answer": {value}}}' for value in values]
     (folder / "a.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "a.json").write_text(f"[{', '.join(rows)}]")
     return [folder / "a.jsonl", folder / "a.json"]
 
 
-def test_a_field_of_csv_is_the_text_that_stands_there(tmp_path: Path, cache: str | None) -> None:
+def test_a_field_of_csv_is_the_text_that_stands_there(tmp_path, cache):
     fields = [*FIELDS, "several words"]
     (tmp_path / "a.csv").write_text("prompt,answer\n" + "".join(f'x,"{field}"\n' for field in fields))
     assert answers(tmp_path / "a.csv", cache) == fields
@@ -58,7 +51,7 @@ def test_a_field_of_csv_is_the_text_that_stands_there(tmp_path: Path, cache: str
         assert answers(tmp_path / "a.csv", cache) == [field]
 
 
-def test_a_value_of_json_is_what_python_reads(tmp_path: Path, cache: str | None) -> None:
+def test_a_value_of_json_is_what_python_reads(tmp_path, cache):
     for value in KEPT:
         for path in json_files(tmp_path, (value,)):
             (found,) = answers(path, cache)
@@ -66,7 +59,7 @@ def test_a_value_of_json_is_what_python_reads(tmp_path: Path, cache: str | None)
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: value[:24])
-def test_a_number_that_a_table_would_change_is_refused(tmp_path: Path, cache: str | None, value: str) -> None:
+def test_a_number_that_a_table_would_change_is_refused(tmp_path, cache, value):
     for path in json_files(tmp_path, ("0.5" if "." in value else "1", value)):
         with pytest.raises(DataError, match="not a readable JSON") as caught:
             answers(path, cache)
@@ -74,7 +67,7 @@ def test_a_number_that_a_table_would_change_is_refused(tmp_path: Path, cache: st
 
 
 @pytest.mark.parametrize("values", MIXED, ids=str)
-def test_kinds_are_not_mixed(tmp_path: Path, cache: str | None, values: tuple[str, str]) -> None:
+def test_kinds_are_not_mixed(tmp_path, cache, values):
     for path in json_files(tmp_path, values):
         with pytest.raises(DataError, match="row 1"):
             answers(path, cache)
@@ -86,9 +79,7 @@ def test_kinds_are_not_mixed(tmp_path: Path, cache: str | None, values: tuple[st
 
 
 @pytest.mark.parametrize("values", [(1.5, 1), (1, 1.5)])
-def test_whole_numbers_in_a_later_block_stay_apart_from_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[float, float]
-) -> None:
+def test_whole_numbers_in_a_later_block_stay_apart_from_others(tmp_path, monkeypatch, values):
     blocks = ["".join(json.dumps({"a": value + n}) + "\n" for n in range(50)) for value in values]
     (tmp_path / "a.jsonl").write_text("".join(blocks), encoding="utf-8")
     monkeypatch.setattr("tandem.data.formats.BLOCK_BYTES", len(blocks[0]) - 3)

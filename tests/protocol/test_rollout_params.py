@@ -8,19 +8,14 @@ from tandem.protocol import SamplingParams
 
 NAN, INF = math.nan, math.inf
 WRONG = [
-    ("temperature", "finite and >= 0", [-0.1, NAN, INF]),
-    ("top_k", ">= -1", [-2]),
-    ("top_p", "in (0, 1]", [0.0, 1.01, NAN]),
-    ("min_p", "in [0, 1]", [-0.1, 1.5, NAN]),
-    ("repetition_penalty", "finite and > 0", [0.0, NAN, INF]),
-    ("presence_penalty", "in [-2, 2]", [2.1, NAN]),
-    ("frequency_penalty", "in [-2, 2]", [-2.1]),
-    ("max_tokens", ">= 1", [0]),
-    ("min_tokens", "0 to max_tokens=16", [-1, 17]),
-    ("stop", "non-empty strings", [("a", "")]),
+    ("temperature", "finite and >= 0", [-0.1, NAN, INF]), ("top_k", ">= -1", [-2]),
+    ("top_p", "in (0, 1]", [0.0, 1.01, NAN]), ("min_p", "in [0, 1]", [-0.1, 1.5, NAN]),
+    ("repetition_penalty", "finite and > 0", [0.0, NAN, INF]), ("presence_penalty", "in [-2, 2]", [2.1, NAN]),
+    ("frequency_penalty", "in [-2, 2]", [-2.1]), ("max_tokens", ">= 1", [0]),
+    ("min_tokens", "0 to max_tokens=16", [-1, 17]), ("stop", "non-empty strings", [("a", "")]),
     ("logit_bias", "finite", [((3, NAN),), ((3, INF),)]),
     ("logit_bias", "each token once", [((3, 1.0), (3, 2.0))]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "expected", "values"), WRONG)
@@ -28,8 +23,7 @@ def test_values_out_of_range_are_refused_by_name(name, expected, values):
     for value in values:
         with pytest.raises(ConfigError) as caught:
             SamplingParams(**{name: value})
-        assert caught.value.field == name
-        assert repr(caught.value.got) == repr(value)
+        assert caught.value.field == name and repr(caught.value.got) == repr(value)
         assert expected in caught.value.expected
 
 
@@ -46,14 +40,12 @@ EDITS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_what_reshapes_the_distribution(temperature):
-    """Truncation does not change a greedy token's log-prob, changes of the logits do."""
     plain = SamplingParams(temperature=temperature, **NEUTRAL)
     assert not (plain.reshapes or plain.truncated or plain.penalised)
     for name, value in (CUTS | EDITS).items():
         params = SamplingParams(**{**NEUTRAL, "temperature": temperature, name: value})
         cuts = name in CUTS and temperature > 0
-        assert params.truncated == cuts
-        assert params.reshapes == (cuts or name in EDITS)
+        assert params.truncated == cuts and params.reshapes == (cuts or name in EDITS)
         assert params.penalised == name.endswith("penalty")
 
 

@@ -34,12 +34,10 @@ def test_every_type_survives(dtype, protocol):
     back = pickled(batch, protocol)
     for name, column in back.batch.items():
         got, want = (c.values if isinstance(c, Ragged) else c for c in (column, batch.batch[name]))
-        assert (got.dtype, got.shape) == (dtype, want.shape)
-        assert torch.equal(got.double(), want.double())
+        assert (got.dtype, got.shape) == (dtype, want.shape) and torch.equal(got.double(), want.double())
     for name in ragged:
         assert back.ragged(name).offsets.equal(batch.ragged(name).offsets)
-    assert list(back.non_tensor_batch["uid"]) == ["a", None, {"x": 1}]
-    assert back.meta_info == {"step": 3}
+    assert list(back.non_tensor_batch["uid"]) == ["a", None, {"x": 1}] and back.meta_info == {"step": 3}
     back.dense("dense")[0] = 1  # in-band tensors have their own memory
     assert len(pickled(DataProto(), protocol)) == 0
 
@@ -52,6 +50,7 @@ def test_out_of_band_values_lie_in_the_buffers_and_in_the_tensors_of_the_sender(
     places = {np.frombuffer(buffer, np.uint8).ctypes.data for buffer in buffers}
     assert batch.ragged("t").values.data_ptr() in places  # pickling made no copy
     stored = [bytes(buffer.raw()) for buffer in buffers]
+    del buffers  # the memory outlives them
     back = pickle.loads(data, buffers=stored)
     assert back.ragged("t").equal(batch.ragged("t"))
     places = {np.frombuffer(block, np.uint8).ctypes.data for block in stored}
@@ -75,13 +74,6 @@ torch.from_numpy(__import__("numpy").frombuffer(b"12345678", "u1"))
     assert "not writable" in done.stderr  # PyTorch's own warning for such arrays still appears
 
 
-def test_the_memory_outlives_the_buffer_object():
-    data, buffers = dumped(Ragged.from_list([[1, 2], [3]]))
-    back = pickle.loads(data, buffers=[bytearray(buffer.raw()) for buffer in buffers])
-    del buffers
-    assert [row.tolist() for row in back] == [[1, 2], [3]]
-
-
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_a_view_travels_without_the_rest_of_its_storage(protocol):
     whole = Ragged.from_lengths(torch.zeros(100_000), [10] * 10_000)
@@ -90,11 +82,13 @@ def test_a_view_travels_without_the_rest_of_its_storage(protocol):
     assert len(pickle.dumps(batch.ragged("t"), protocol=protocol)) < 1000
 
 
-def test_views_that_are_not_contiguous():
+def test_views_that_are_not_contiguous_and_gradients_that_stay_behind():
     table = torch.arange(24.0).view(4, 6)
     batch = DataProto({"columns": table[:, ::2], "turned": table[:, :4].T, "wide": table[:1].expand(4, 6)})
     back = pickled(batch)
     assert all(torch.equal(back.dense(name), column) for name, column in batch.batch.items())
+    back = pickled(DataProto({"x": torch.ones(3, requires_grad=True) * 2}))
+    assert back.dense("x").tolist() == [2, 2, 2] and not back.dense("x").requires_grad
 
 
 def test_one_tensor_in_several_columns_travels_once():
@@ -106,20 +100,14 @@ def test_one_tensor_in_several_columns_travels_once():
     assert back.ragged("a").offsets is back.ragged("c").offsets
 
 
-def test_gradients_stay_behind():
-    back = pickled(DataProto({"x": torch.ones(3, requires_grad=True) * 2}))
-    assert back.dense("x").tolist() == [2, 2, 2] and not back.dense("x").requires_grad
-
-
 def test_copies():
     batch = DataProto({"t": Ragged.from_list([[1], [2, 3]]), "x": torch.zeros(2)}, {"uid": ["a", "b"]})
     same = copy.copy(batch)
     assert same.dense("x") is batch.dense("x")
+    assert copy.copy(batch.ragged("t")).values is batch.ragged("t").values
     same.pop(["x"], ["uid"])
     assert batch.columns == ("t", "x", "uid")
-    assert copy.copy(batch.ragged("t")).values is batch.ragged("t").values
     for other in (copy.deepcopy(batch), batch.clone()):
         other.dense("x")[0] = other.ragged("t").values[0] = 9
-        assert batch.dense("x").tolist() == [0, 0]
-        assert batch.ragged("t").values.tolist() == [1, 2, 3]
+        assert batch.dense("x").tolist() == [0, 0] and batch.ragged("t").values.tolist() == [1, 2, 3]
         assert other.ragged("t").row(1).tolist() == [2, 3]

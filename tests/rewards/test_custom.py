@@ -1,15 +1,10 @@
-"""Loading a reward function from a user's file, and the messages when that is not possible."""
-
-from __future__ import annotations
-
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tandem.errors import RewardError
 from tandem.rewards import Item, load_custom, score
+from tests.support.refusing import refused
 
 GOOD = """
 from __future__ import annotations
@@ -35,18 +30,17 @@ number = 5
 
 
 @pytest.fixture
-def good(tmp_path: Path) -> str:
+def good(tmp_path):
     (tmp_path / "mine.py").write_text(GOOD)
     return str(tmp_path / "mine.py")
 
 
-def raised(*args: Any) -> RewardError:
-    with pytest.raises(RewardError) as caught:
-        load_custom(*args)
-    return caught.value
+def raised(*args):
+    error = refused(RewardError, lambda: load_custom(*args))
+    return error
 
 
-def test_a_file_and_a_module(good: str) -> None:
+def test_a_file_and_a_module(good):
     (scored,) = score([Item("whatever", "abc", "abc")], load_custom(good, "compute_score", {"bonus": 1}))
     assert scored.score == 2.5 and scored.extra == {"right": 1.0}
     batched = load_custom(good, "all_at_once")
@@ -55,9 +49,10 @@ def test_a_file_and_a_module(good: str) -> None:
     assert score([Item("mine", "it is 4", "4")], flexible)[0].score == 1
 
 
-def test_what_cannot_be_loaded(tmp_path: Path) -> None:
-    error = raised(str(tmp_path / "absent.py"))
-    assert (error.field, error.got) == ("custom_reward_function.path", str(tmp_path / "absent.py"))
+def test_what_cannot_be_loaded(tmp_path):
+    absent = str(tmp_path / "absent.py")
+    error = raised(absent)
+    assert (error.field, error.got) == ("custom_reward_function.path", absent)
     error = raised("no_such_package.reward")
     assert isinstance(error.__cause__, ModuleNotFoundError) and "no_such_package" in error.message
     (tmp_path / "bad.py").write_text("x = 1 / 0\n")
@@ -65,7 +60,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     assert isinstance(error.__cause__, ZeroDivisionError) and "division by zero" in error.message
 
 
-def test_what_is_wrong_with_a_function(good: str) -> None:
+def test_what_is_wrong_with_a_function(good):
     error = raised(good, "compute_scores")
     assert error.field == raised(good, "number").field == "custom_reward_function.name"
     assert {"all_at_once", "compute_score", "three"} <= set(str(error.expected).replace(",", "").split())
@@ -77,7 +72,7 @@ def test_what_is_wrong_with_a_function(good: str) -> None:
     assert "'bonsu'" in text and "reward_kwargs" in text
 
 
-def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_another_process_it_is_loaded_anew(tmp_path, monkeypatch):
     """Objects that the module made on import, such as a lock, are not pickled. A relative path works."""
     (tmp_path / "locked.py").write_text(
         "import threading\nlock = threading.Lock()\nmade = []\n"
@@ -93,9 +88,8 @@ def test_in_another_process_it_is_loaded_anew(tmp_path: Path, monkeypatch: pytes
     assert score([item], pickle.loads(sent))[0].score == 1.5
 
 
-def test_a_module_that_moved_is_found_by_its_old_name() -> None:
+def test_a_module_that_moved_is_found_by_its_old_name():
     """Run folders of older versions have the old name in their config.yaml."""
     old, new = (load_custom(f"tandem.{package}.controls", "shuffled") for package in ("trainer.demo", "demo"))
     assert old.function is new.function
-    with pytest.raises(RewardError, match=r"tandem\.trainer\.demolition"):
-        load_custom("tandem.trainer.demolition")
+    refused(RewardError, lambda: load_custom("tandem.trainer.demolition"), r"tandem\.trainer\.demolition")

@@ -1,7 +1,3 @@
-"""IFEval's instructions: for each, a text that follows it and one that does not, and rows with several."""
-
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -60,12 +56,12 @@ KEPT: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 }  # fmt: skip
 
 
-def test_every_check_has_a_case() -> None:
+def test_every_check_has_a_case():
     assert KEPT.keys() == CHECKS.keys()
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_instructions(name: str) -> None:
+def test_instructions(name):
     arguments, kept, broken = KEPT[name]
     padded = {**dict.fromkeys(("num_words", "language")), **arguments}  # as in Arrow's structs
     for text in kept:
@@ -75,7 +71,7 @@ def test_instructions(name: str) -> None:
         assert (found["score"], found["why"]) == (0.0, f"not followed: {name}"), text
 
 
-def test_several_instructions() -> None:
+def test_several_instructions():
     both = ["punctuation:no_comma", "keywords:existence"]
     arguments = ["{}", '{"keywords": ["b"]}']
     assert rules.instructions("a b", both, arguments)["score"] == 1

@@ -1,11 +1,6 @@
-"""Solutions that are run on tests: formats, comparisons, and attempts to pass without an answer."""
-
-from __future__ import annotations
-
 import json
 import math
 import random
-from typing import Any
 
 import pytest
 
@@ -15,44 +10,37 @@ from tandem.rewards import Item, check_sources, load_custom, reward_for
 from tandem.rewards.pool import Pool
 from tandem.rewards.programs import compute_score, program_in, same_text, same_value, tests_of
 from tandem.sandbox import Run
+from tests.support.refusing import refused
 
-tests_of.__test__ = False  # type: ignore[attr-defined]
-SOURCES = ("codecontests", "apps", "codeforces", "taco")
+tests_of.__test__ = False
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
 NUMBERS = {"inputs": ["1\n", "21\n", "-4\n"], "outputs": ["2\n", "42\n", "-8\n"]}
 SQUARE = {"fn_name": "square", "inputs": ["3", "-5"], "outputs": ["9", "25"]}
 
 
-def scored(solution: str, truth: Any, **how: Any) -> dict[str, Any]:
+def scored(solution, truth, **how):
     return compute_score("taco", f"```python\n{solution}\n```", truth, None, **how)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_sources_are_scored(source: str) -> None:
+@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
+def test_sources_are_scored(source):
     assert reward_for(source).function is compute_score
 
 
-def test_standard_input_and_output() -> None:
+def test_standard_input_and_output():
     found = compute_score("apps", f"So:\n{DOUBLE}\nDone.", json.dumps(NUMBERS))
     assert (found["score"], found["acc"], found["passed"], found["tests"]) == (1, 1, 3, 3)
     half = scored("n = int(input())\nprint(2 * n if n > 0 else n)", NUMBERS)
-    assert (
-        half["score"] == pytest.approx(2 / 3) and half["acc"] == 0 and half["why"].endswith("failed: test 2")
-    )
-
-
-def test_all_or_nothing_stops_at_the_first_failure() -> None:
-    found = scored("print(0)", NUMBERS, continuous=False)
+    assert (half["score"], half["acc"]) == (pytest.approx(2 / 3), 0)
+    assert half["why"].endswith("failed: test 2")
+    found = scored("print(0)", NUMBERS, continuous=False)  # stops at the first failure
     assert (found["score"], found["tests"]) == (0, 1)
     assert compute_score("apps", DOUBLE, NUMBERS, continuous=False)["score"] == 1
+    many = {"inputs": [str(n) for n in range(12)], "outputs": ["x"] * 12}
+    assert scored("print('x')", many)["tests"] == 10
 
 
-def test_ten_tests_are_run() -> None:
-    numbers = {"inputs": [str(n) for n in range(12)], "outputs": ["x"] * 12}
-    assert scored("print('x')", numbers)["tests"] == 10
-
-
-def test_functions_and_methods() -> None:
+def test_functions_and_methods():
     assert scored("def square(n): return n * n", SQUARE)["score"] == 1
     assert scored("class Solution:\n    def square(self, n: int): return n * n", SQUARE)["score"] == 1
     assert scored("def square(n): return abs(n) * 3", SQUARE)["score"] == 0.5
@@ -61,14 +49,11 @@ def test_functions_and_methods() -> None:
     assert scored("def add(x: List[int], y): return tuple([*x, y])", two)["score"] == 1
     chatty = "def square(n):\n    print('9' * 10**6)\n    return n * n"
     assert scored(chatty, SQUARE)["score"] == 1
-
-
-def test_a_result_that_is_no_json_says_so() -> None:
-    found = scored("def square(n): return {n}", SQUARE)
+    found = scored("def square(n): return {n}", SQUARE)  # no JSON
     assert (found["score"], found["unserialisable"]) == (0, 2)
 
 
-def test_statements() -> None:
+def test_statements():
     plain = {"assert_case": ["assert square(3) == 9", "assert square(-5) == 25"]}
     found = scored("def square(n): return n * n", plain)
     assert (found["score"], found["cooperative"]) == (1, 0)
@@ -79,7 +64,7 @@ def test_statements() -> None:
     assert scored("import os; os._exit(0)", executed)["score"] == 0
 
 
-def test_a_program_that_takes_long_is_counted() -> None:
+def test_a_program_that_takes_long_is_counted():
     sandbox.use(sandbox.Place(limits=sandbox.Limits(1.0, 512)))
     try:
         found = scored("while True: pass", {"inputs": [""], "outputs": [""]})
@@ -88,12 +73,9 @@ def test_a_program_that_takes_long_is_counted() -> None:
     assert (found["score"], found["timeouts"]) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "truth", ["[]", "{}", {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, "x"]
-)
-def test_a_ground_truth_without_tests_is_an_error(truth: Any) -> None:
-    with pytest.raises(ValueError, match=r"ground truth|Expecting"):
-        scored("", truth)
+@pytest.mark.parametrize("truth", ["[]", "{}", "x", *({"inputs": i, "outputs": []} for i in (["1"], []))])
+def test_a_ground_truth_without_tests_is_an_error(truth):
+    refused(ValueError, lambda: scored("", truth), r"ground truth|Expecting")
 
 
 NINETY_THREE = {"fn_name": "square", "inputs": ["93"], "outputs": ["8649"]}
@@ -134,20 +116,14 @@ FORGED = {  # each solution claims the answer without knowing it
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_an_answer_cannot_be_forged(name: str) -> None:
+def test_an_answer_cannot_be_forged(name):
     assert scored(FORGED[name], NINETY_THREE)["passed"] == 0
     assert scored(FORGED[name], {"inputs": ["93"], "outputs": ["81"]})["passed"] == 0
 
 
-def test_the_expected_value_is_in_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def watch(program: str, stdin: str) -> Run:
-        seen.append(program + stdin)
-        return Run("finished")
-
-    monkeypatch.setattr(sandbox, "run", watch)
-    mark = "777123"
+def test_the_expected_value_is_in_no_program(monkeypatch):
+    seen, mark = [], "777123"
+    monkeypatch.setattr(sandbox, "run", lambda *parts: seen.append("".join(parts)) or Run("finished"))
     scored("pass", {"inputs": ["1"], "outputs": [mark]})
     scored("pass", {"fn_name": "f", "inputs": ["1"], "outputs": [mark]})
     scored("pass", {"assert_case": [f"assert f(1) == {mark}"]})
@@ -162,35 +138,31 @@ def test_the_expected_value_is_in_no_program(monkeypatch: pytest.MonkeyPatch) ->
     ("10000000001", "10000000000", False), ("3.14", "3.15", False), ("nan", "1.5", False),
     ("1.5", "nan", False), ("inf", "1e308", False), ("YES", "yes", False),
 ])  # fmt: skip
-def test_outputs_are_compared_by_words(given: str, expected: str, same: bool) -> None:
+def test_outputs_are_compared_by_words(given, expected, same):
     assert same_text(given, expected) is same
 
 
-def test_numbers_have_a_tolerance() -> None:
+def test_values_are_compared_as_json_and_numbers_have_a_tolerance():
+    assert same_value("[1, 2]", [1, 2]) and same_value("[1]", [[1]]) and same_value('{"1": 2}', {"1": 2})
+    assert not same_value("[2, 1]", [1, 2]) and not same_value("", None) and not same_value("[" * 10**6, [])
     draw = random.Random()
     for _ in range(500):
         wanted = draw.uniform(-1, 1) * 10 ** draw.randint(-6, 6)
-        off = draw.uniform(-3e-5, 3e-5)
-        given = wanted * (1 + off) + draw.uniform(-1e-9, 1e-9)
+        given = wanted * (1 + draw.uniform(-3e-5, 3e-5)) + draw.uniform(-1e-9, 1e-9)
         near = math.fabs(given - wanted) <= 1e-8 + 1e-5 * math.fabs(wanted)
         assert same_text(repr(given), repr(wanted)) is near
-
-
-def test_values_are_compared_as_json() -> None:
-    assert same_value("[1, 2]", [1, 2]) and same_value("[1]", [[1]]) and same_value('{"1": 2}', {"1": 2})
-    assert not same_value("[2, 1]", [1, 2]) and not same_value("", None) and not same_value("[" * 10**6, [])
 
 
 @pytest.mark.parametrize(("response", "program"), [
     ("x\n```python\na\n```\ny\n```python\nb\n```\nz", "\nb\n"), ("```py\na\n```", "a\n"),
     ("```\na\n```", "\na\n".lstrip("\n")), ("print(1)", "print(1)"), ("```python\nprint(1)", "\nprint(1)"),
 ])  # fmt: skip
-def test_the_program_in_a_response(response: str, program: str) -> None:
+def test_the_program_in_a_response(response, program):
     assert program_in(response).strip() == program.strip()
 
 
-def test_the_pool_runs_programs() -> None:
-    said: list[str] = []
+def test_the_pool_runs_programs():
+    said = []
     config = RewardConfig(num_workers=2, sandbox=SandboxConfig(timeout=1.5, memory_limit_mb=256))
     check_sources(["taco", "gsm8k"], None, config.sandbox, said.append)
     assert len(said) == 1 and said[0].startswith("programs that answer taco run here, under ")
@@ -205,5 +177,4 @@ def test_the_pool_runs_programs() -> None:
     finally:
         pool.close()
         sandbox.use(sandbox.Place())
-    assert [one.score for one in found] == [1, 0, 0]
-    assert [one.extra["timeouts"] for one in found] == [0, 1, 0]
+    assert [one.score for one in found] == [1, 0, 0] and [one.extra["timeouts"] for one in found] == [0, 1, 0]

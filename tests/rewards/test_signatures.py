@@ -1,7 +1,3 @@
-"""Reward functions of every style, loaded from a user's file and called."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -12,21 +8,21 @@ from tandem.errors import RewardError
 from tandem.rewards import Item, score
 from tandem.rewards.base import WeightedSum
 from tandem.rewards.signatures import Reads
+from tests.support.refusing import refused
 
 Load = Callable[..., Any]
 
 
 @pytest.fixture
-def load(own: Load) -> Load:
-    """Return a function that writes a file with the function `f`, and loads it."""
+def load(own):
     return lambda code, **kwargs: own(code, "f", **kwargs)
 
 
-def item(response: str, uid: str = "p", prompt: Any = "1+1=", **columns: Any) -> Item:
+def item(response, uid="p", prompt="1+1=", **columns):
     return Item("data", response, None, {}, 0, {"prompt": prompt, **columns}, uid, (5, 6))
 
 
-def scores(reward: Any, *items: Item) -> list[float]:
+def scores(reward, *items):
     return [each.score for each in score(items, reward)]
 
 
@@ -40,9 +36,7 @@ def scores(reward: Any, *items: Item) -> list[float]:
     ("prompts, completions, completion_ids, log_extra, log_metric", ("prompt",), ()),
     ("solution_str, **kwargs", ("data_source", "reward_model"), ("extra_info",)),
 ])  # fmt: skip
-def test_the_columns_a_function_reads_are_its_other_parameters(
-    load: Load, parameters: str, needs: tuple[str, ...], optional: tuple[str, ...] | None
-) -> None:
+def test_the_columns_a_function_reads_are_its_other_parameters(load, parameters, needs, optional):
     reward = load(f"def f({parameters}): return 0.0")
     assert reward.reads == Reads(needs, optional)
 
@@ -52,27 +46,21 @@ def test_the_columns_a_function_reads_are_its_other_parameters(
     ("prompts, response", "name two ways"), ("completions, response", "name two ways"),
     ("completions, trainer_state", "takes trainer_state"),
     ("solution_str, ground_truth", "cannot be called as needed"),
+    ("prompt, respnse, answer", r"is 'respnse' the parameter 'response'\?"),
 ])  # fmt: skip
-def test_an_unclear_signature_is_an_error(load: Load, parameters: str, problem: str) -> None:
-    with pytest.raises(RewardError, match=problem):
-        load(f"def f({parameters}): return 0.0")
+def test_an_unclear_or_misspelt_signature_is_an_error(load, parameters, problem):
+    refused(RewardError, lambda: load(f"def f({parameters}): return 0.0"), problem)
 
 
-def test_a_misspelt_parameter_is_named(load: Load) -> None:
-    with pytest.raises(RewardError, match=r"is 'respnse' the parameter 'response'\?"):
-        load("def f(prompt, respnse, answer): return 0.0")
-
-
-def test_misspelt_arguments_are_refused_before_any_call(load: Load) -> None:
+def test_misspelt_arguments_are_refused_before_any_call(load):
     code = "def f(prompt, response, bonus=0.0): return bonus"
-    with pytest.raises(RewardError, match="did you mean bonus") as caught:
-        load(code, bonsu=1)
-    assert str(caught.value.field).endswith("bonsu")
+    error = refused(RewardError, lambda: load(code, bonsu=1), "did you mean bonus")
+    assert str(error.field).endswith("bonsu")
     assert scores(load(code, bonus=1), item("x")) == [1]
     assert load("def f(prompt, response, **more): return 0.0", bonsu=1).kwargs == {"bonsu": 1}
 
 
-def test_one_response_at_a_time(load: Load) -> None:
+def test_one_response_at_a_time(load):
     reward = load(
         "async def f(prompt, response, answer, bonus, hint=7):\n"
         "    return {'score': (response == answer) + bonus, 'hint': hint, 'len': len(prompt)}",
@@ -83,18 +71,17 @@ def test_one_response_at_a_time(load: Load) -> None:
     assert [each.extra for each in found] == [{"hint": 7, "len": 4}, {"hint": 1, "len": 4}]
 
 
-def test_a_batch_and_a_group(load: Load) -> None:
+def test_a_batch_and_a_group(load):
     items = [item("a", "p", k=1), item("b", "q", k=2), item("ccc", "p", k=3)]
     batch = load("def f(responses, k): return [len(r) * x for r, x in zip(responses, k)]")
     assert scores(batch, *items) == [1, 2, 9]
     group = load("def f(prompt, responses, k): return [len(responses) * 10 + x for x in k]")
     assert scores(group, *items) == [21, 12, 23]
     short = load("def f(responses): return [1.0]")
-    with pytest.raises(RewardError, match="1 scores for 3 responses"):
-        scores(short, *items)
+    refused(RewardError, lambda: scores(short, *items), "1 scores for 3 responses")
 
 
-def test_a_function_of_trls(load: Load) -> None:
+def test_a_function_of_trls(load):
     code = """
 async def f(prompts, completions, completion_ids, answer, log_extra, log_metric, **kwargs):
     assert kwargs.keys() <= {"hint"}, kwargs
@@ -108,43 +95,32 @@ async def f(prompts, completions, completion_ids, answer, log_extra, log_metric,
     items = [item("xy", prompt=chat, answer=1, hint=1), item("y", prompt=chat, answer=None)]
     trl = load(code)
     (found,) = score(items[:1], trl)
-    assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0})
-    assert found.why == "heard: xy"
-    with pytest.raises(RewardError, match="None"):
-        score(items, trl)
+    assert (found.score, found.extra) == (2.0, {"first": 1.0, "count": 1.0}) and found.why == "heard: xy"
+    refused(RewardError, lambda: score(items, trl), "None")
     both = WeightedSum((("f", trl, 2.0), ("g", load("def f(response, **columns): return 1.0"), 3.0)))
-    assert scores(both, *items) == [7.0, 3.0]
-    assert both.reads == Reads(("prompt", "answer"), None)
+    assert scores(both, *items) == [7.0, 3.0] and both.reads == Reads(("prompt", "answer"), None)
     assert scores(load("def f(completions): return [len(c) for c in completions]"), item("abc")) == [3]
 
 
-def test_terms_of_one_name_are_an_error(load: Load) -> None:
-    reward = load("def f(response): return 1.0")
-    with pytest.raises(RewardError, match="own name"):
-        WeightedSum((("f", reward, 1.0), ("f", reward, 1.0)))
+def test_terms_of_one_name_are_an_error(load):
+    terms = (("f", load("def f(response): return 1.0"), 1.0),) * 2
+    refused(RewardError, lambda: WeightedSum(terms), "own name")
 
 
-def test_calls_of_an_asynchronous_function_wait_side_by_side(load: Load) -> None:
-    code = """
-import asyncio
-barrier = asyncio.Barrier(30)
-async def f(response):
-    await asyncio.wait_for(barrier.wait(), 10)
-    return float(response)
-"""
-    items = [item(str(number)) for number in range(30)]
-    reward = load(code)
-    assert scores(reward, *items) == list(range(30))
-    assert scores(reward, *items) == list(range(30))  # all in the event loop that the barrier belongs to
+def test_calls_of_an_asynchronous_function_wait_side_by_side(load):
+    reward = load(
+        "import asyncio\nbarrier = asyncio.Barrier(30)\nasync def f(response):\n"
+        "    await asyncio.wait_for(barrier.wait(), 10)\n    return float(response)\n"
+    )
+    for _ in range(2):  # all in the event loop that the barrier belongs to
+        assert scores(reward, *(item(str(number)) for number in range(30))) == list(range(30))
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)"])
-def test_an_asynchronous_function_cannot_end_the_process(load: Load, end: str) -> None:
-    code = f"import asyncio, os, sys\nasync def f(response):\n    await asyncio.sleep(0)\n    {end}"
-    with pytest.raises(RewardError, match="exit status 3"):
-        scores(load(code), item("a"), item("b"))
-    with pytest.raises(RewardError, match="exit status 3"):
-        scores(load(code.replace("response", "responses")), item("a"))
+@pytest.mark.parametrize("parameter", ["response", "responses"])
+def test_an_asynchronous_function_cannot_end_the_process(load, end, parameter):
+    code = f"import asyncio, os, sys\nasync def f({parameter}):\n    await asyncio.sleep(0)\n    {end}"
+    refused(RewardError, lambda: scores(load(code), item("a"), item("b")), "exit status 3")
     assert scores(load("async def f(response): return 1"), item("a")) == [1]
 
 
@@ -152,7 +128,7 @@ ROW = {"prompt": "1+1=", "completion": "3", "completions": ["3"], "completion_id
 
 
 @pytest.mark.parametrize("name", ["completion", "completions", "completion_ids"])
-def test_a_completion_column_of_trls_is_no_problem(name: str) -> None:
+def test_a_completion_column_of_trls_is_no_problem(name):
     form = PromptForm(needs=("answer",))
     assert form.problem({"prompt": "1+1=", "answer": "2", name: ROW[name]}) is None
     assert "column name response" in str(form.problem({"prompt": "1+1=", "answer": "2", "response": "3"}))
@@ -163,8 +139,7 @@ def test_a_completion_column_of_trls_is_no_problem(name: str) -> None:
     ("prompts, responses", {"prompts": ["1+1="], "responses": ["2"], "answer": ["2"]}),
     ("prompt, response", {"prompt": "1+1=", "response": "2", "answer": "2"}),
 ])  # fmt: skip
-def test_functions_are_given_what_the_policy_wrote(load: Load, parameters: str, given: Any) -> None:
-    """The rows of TRL's datasets have completions beside their prompts."""
+def test_functions_are_given_what_the_policy_wrote(load, parameters, given):
     reward = load(f"def f({parameters}, **columns): ...")
     found = reward.arguments([Item("data", "2", None, {}, 0, ROW, "0-0", (5, 6))])
     assert found == given

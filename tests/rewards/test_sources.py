@@ -1,13 +1,8 @@
-"""The rewards of verl's data sources on right, wrong, odd and hostile responses; sources without reward."""
-
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +24,7 @@ from tandem.rewards.boxes import last_boxed
 from tandem.rewards.comparer import Comparer
 from tandem.rewards.numbers import to_number
 from tandem.rewards.truths import truths
+from tests.support.refusing import refused
 
 SCORED = {
     "gsm8k": ["openai/gsm8k", "gsm8k", "gsm8k-test"],
@@ -41,29 +37,28 @@ SCORED = {
                   "searchR1_2wikimultihopqa", "searchR1_musique", "searchR1_bamboogle"],
     "arithmetic": ["arithmetic", "arithmetic/hard"],
 }  # fmt: skip
-PROGRAMS = ["codecontests", "apps", "codeforces", "taco"]
 HOSTILE = [
-    "", " ", "\x00\ud800", "a" * 1_000_000, "9" * 1_000_000, "#### " + "9" * 1_000_000,
-    "\\boxed{" * 150_000,
-    "\\boxed{" + "{" * 1_000_000, "<answer>" * 120_000, "</answer>" * 110_000, "<think>" * 140_000,
-    "Answer:" * 140_000, "####" * 250_000, "#### " + "$" * 1_000_000, "\n" * 1_000_000,
+    "", " ", "\x00\ud800", "a" * 1_000_000, "9" * 1_000_000, "#### " + "9" * 1_000_000, "\n" * 1_000_000,
+    "\\boxed{" * 150_000, "\\boxed{" + "{" * 1_000_000, "<answer>" * 120_000, "</answer>" * 110_000,
+    "<think>" * 140_000, "Answer:" * 140_000, "####" * 250_000, ("####" + " " * 50_000) * 3,
+    "#### " + "$" * 1_000_000,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", SCORED)
-def test_every_source_has_its_scorer(module: str) -> None:
+def test_every_source_has_its_scorer(module):
     for source in SCORED[module]:
         assert reward_for(source).name == f"tandem.rewards.{module}.compute_score", source
 
 
-def test_ones_own_function_scores_programs(own: Any) -> None:
+def test_ones_own_function_scores_programs(own):
     custom = own("def compute_score(**given):\n    return 0.5\n")
-    found = score([Item(source, "x", "{}") for source in PROGRAMS], custom)
-    assert [scored.score for scored in found] == [0.5] * 4
+    sources = ("codecontests", "apps", "codeforces", "taco")
+    assert [one.score for one in score([Item(s, "x", "{}") for s in sources], custom)] == [0.5] * 4
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: f"{text[:9]!a} {len(text)}")
-def test_hostile_responses_are_wrong_and_quick(text: str) -> None:
+def test_hostile_responses_are_wrong_and_quick(text):
     items = [
         Item(names[0], text, {"target": ["72"]} if module == "search_qa" else "72")
         for module, names in SCORED.items()
@@ -76,23 +71,22 @@ def test_hostile_responses_are_wrong_and_quick(text: str) -> None:
 
 @pytest.mark.parametrize("truth", [None, "", " ", [], [None], [""], ["5", None], {}, {"a": 1}, object()])
 @pytest.mark.parametrize("source", ["gsm8k", "MATH", "math_dapo", "hiyouga/geometry3k", "searchR1_nq"])
-def test_a_ground_truth_that_names_no_answer_is_the_users_error(source: str, truth: Any) -> None:
-    with pytest.raises(
-        RewardError, match=f"row 3 of the data, data_source '{source}'.*raised ValueError: the ground"
-    ):
-        score([Item(source, "#### 5, \\boxed{None}", truth, index=3)])
+def test_a_ground_truth_that_names_no_answer_is_the_users_error(source, truth):
+    item = Item(source, "#### 5, \\boxed{None}", truth, index=3)
+    told = f"row 3 of the data, data_source '{source}'.*raised ValueError: the ground"
+    refused(RewardError, lambda: score([item]), told)
 
 
 @pytest.mark.parametrize(("given", "expected"), [
     ("5", ["5"]), (5, ["5"]), (0, ["0"]), (["5", 6], ["5", "6"]), (np.array(["a", "b"]), ["a", "b"]),
     (("x ",), ["x"]),
 ])  # fmt: skip
-def test_truths(given: Any, expected: list[str]) -> None:
+def test_truths(given, expected):
     assert truths(given) == expected
 
 
 @pytest.mark.parametrize("source", ["gsm8k", "MATH", "math_dapo", "hiyouga/geometry3k"])
-def test_of_several_ground_truths_any_will_do(source: str) -> None:
+def test_of_several_ground_truths_any_will_do(source):
     items = [Item(source, "<think></think> #### 7\n\\boxed{7}", t) for t in (["6", "7"], [7], ["6", "8"])]
     assert [scored.right for scored in score(items)] == [True, True, False]
 
@@ -108,7 +102,7 @@ def test_of_several_ground_truths_any_will_do(source: str) -> None:
     ("Answer: 34 or 35", "34 or 35", False), ("Answer: 340", "340", False),
     ("Answer: " + "(" * 250, "(" * 250, False),
 ])  # fmt: skip
-def test_dapo(response: str, pred: str | None, right: bool) -> None:
+def test_dapo(response, pred, right):
     expected = {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
     assert dapo.compute_score("math_dapo", response, "34") == expected
     scored = score([Item("math_dapo", response, "34")])[0]
@@ -123,11 +117,10 @@ def test_dapo(response: str, pred: str | None, right: bool) -> None:
     ("\n<think>so</think> \\boxed{35}", 1, 0), ("<think>so</think> 35", 0, 0),
     (r"<think>so</think> \boxed{", 0, 0), ("", 0, 0),
 ])  # fmt: skip
-def test_geometry3k(response: str, acc: float, form: float) -> None:
+def test_geometry3k(response, acc, form):
     scored = score([Item("hiyouga/geometry3k", response, "35")])[0]
     assert scored.score == pytest.approx(0.9 * acc + 0.1 * form)
-    assert scored.extra == {"acc": acc, "format": form}
-    assert scored.right == bool(acc)
+    assert scored.extra == {"acc": acc, "format": form} and scored.right == bool(acc)
     assert geometry3k.well_formed(response) == bool(form)
 
 
@@ -144,33 +137,30 @@ def test_geometry3k(response: str, acc: float, form: float) -> None:
     ("<answer>x</answer>" * 9 + "<answer>Paris</answer>", "Paris", 1),
 ])  # fmt: skip
 @pytest.mark.parametrize("wrap", [lambda truth: truth, lambda truth: {"target": truth}])
-def test_search(wrap: Any, response: str, pred: str | None, expected: float) -> None:
+def test_search(wrap, response, pred, expected):
     scored = score([Item("searchR1_nq", response, wrap(["Paris", "the city of Paris"]))])[0]
-    assert (scored.score, scored.answer) == (expected, pred)
-    assert scored.extra == {"acc": float(expected > 0)}
+    assert (scored.score, scored.answer) == (expected, pred) and scored.extra == {"acc": float(expected > 0)}
 
 
 @pytest.mark.parametrize(
     ("pred", "truth", "expected"),
     [("the", "A", 0), ("a", "A", 1), ("!!!", "!!!", 1), ("", "The", 0), ("?", "!", 0)],
 )
-def test_search_keeps_answers_of_articles_or_punctuation(pred: str, truth: str, expected: float) -> None:
+def test_search_keeps_answers_of_articles_or_punctuation(pred, truth, expected):
     found = search_qa.compute_score("searchR1_nq", f"<answer>{pred}</answer>", {"target": truth})
     assert found["score"] == expected
 
 
 @pytest.mark.parametrize("method", ["flexibel", "", None, 1])
-def test_an_unknown_method_of_gsm8k_is_refused_before_any_response(method: Any) -> None:
-    with pytest.raises(RewardError) as caught:
-        load_custom("tandem.rewards.gsm8k", kwargs={"method": method})
-    assert caught.value.field == "custom_reward_function.reward_kwargs.method"
-    assert "strict, flexible" in str(caught.value.expected)
+def test_an_unknown_method_of_gsm8k_is_refused_before_any_response(method):
+    error = refused(RewardError, lambda: load_custom("tandem.rewards.gsm8k", kwargs={"method": method}))
+    assert error.field == "custom_reward_function.reward_kwargs.method"
+    assert "strict, flexible" in str(error.expected)
 
 
 @pytest.mark.parametrize("truth", ["x", "", "1 2", "1/2", None, "nan"])
-def test_a_ground_truth_that_is_no_number(truth: Any) -> None:
-    with pytest.raises(ValueError, match="is not a number"):
-        to_number(truth)
+def test_a_ground_truth_that_is_no_number(truth):
+    refused(ValueError, lambda: to_number(truth), "is not a number")
 
 
 @pytest.mark.parametrize(("response", "truth", "expected"), [
@@ -180,7 +170,7 @@ def test_a_ground_truth_that_is_no_number(truth: Any) -> None:
     ("7.5", "7", 0), ("10000000000000000000001", "10000000000000000000000", 0), ("9" * 50_000, "9", 0),
     ("", "7", 0),
 ])  # fmt: skip
-def test_arithmetic(response: str, truth: Any, expected: float) -> None:
+def test_arithmetic(response, truth, expected):
     assert arithmetic.compute_score("arithmetic", response, truth) == expected
 
 
@@ -189,7 +179,7 @@ def test_arithmetic(response: str, truth: Any, expected: float) -> None:
     ("#### 72\n#### 71", 0, 0), ("#### 72 and 9 more", 1, 0), ("the answer is 72", 0, 1),
     ("the answer is 72.", 0, 1), ("#### x 72", 0, 1), ("#### -72", 0, 0), ("no idea", 0, 0),
 ])  # fmt: skip
-def test_gsm8k(response: str, strict: float, flexible: float) -> None:
+def test_gsm8k(response, strict, flexible):
     for truth in ("72", 72, "he has 3*24=<<3*24=72>>72\n#### 72"):
         assert gsm8k.compute_score("openai/gsm8k", response, truth) == strict
         assert gsm8k.compute_score("openai/gsm8k", response, truth, method="flexible") == flexible
@@ -203,24 +193,17 @@ def test_gsm8k(response: str, strict: float, flexible: float) -> None:
     (r"\boxed {42}", "42"), (r"\fbox{1} then \fbox{42}", "42"), (r"\boxedness{42}", None), (r"\boxed", None),
     ("1/2", None), ("", None),
 ])  # fmt: skip
-def test_last_boxed(text: str, content: str | None) -> None:
+def test_last_boxed(text, content):
     assert last_boxed(text) == content
 
 
-def test_hostile_texts_take_linear_time() -> None:
-    start = time.perf_counter()
-    assert gsm8k.compute_score("gsm8k", ("####" + " " * 50_000) * 3, "1") == 0
-    assert last_boxed(r"\boxed{" * 100_000) is last_boxed(r"\boxed{" + "{" * 100_000) is None
-    assert time.perf_counter() - start < 2
-
-
-def test_math_answers_from_any_thread() -> None:
+def test_math_answers_from_any_thread():
     with ThreadPoolExecutor(4) as pool:
         each = [pool.submit(math.compute_score, "math", r"\boxed{0.5}", r"\frac{1}{2}") for _ in range(4)]
         assert [one.result() for one in each] == [1.0] * 4
 
 
-def test_judge_ends_endless_arithmetic_and_goes_on() -> None:
+def test_judge_ends_endless_arithmetic_and_goes_on():
     comparer = Comparer(time_limit_s=1.0)
     assert comparer.equal("1/2", "0.5")
     start = time.perf_counter()
@@ -231,8 +214,8 @@ def test_judge_ends_endless_arithmetic_and_goes_on() -> None:
     comparer.close()
 
 
-def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair() -> None:
-    def interrupt(*_: Any) -> None:
+def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair():
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     comparer = Comparer()
@@ -241,8 +224,7 @@ def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair() 
     process = comparer._process
     process.send_signal(signal.SIGSTOP)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    with pytest.raises(KeyboardInterrupt):
-        comparer.equal("1", "1")
+    refused(KeyboardInterrupt, lambda: comparer.equal("1", "1"))
     signal.signal(signal.SIGUSR1, before)
     process.send_signal(signal.SIGCONT)
     assert not comparer.equal("1", "2") and comparer.equal("1", "1")
@@ -252,13 +234,12 @@ def test_an_answer_that_comes_after_an_interrupt_is_not_that_to_the_next_pair() 
     comparer.close()
 
 
-def test_judge_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_judge_that_cannot_start(monkeypatch, tmp_path):
     (tmp_path / "broken").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "broken").chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "broken"))
-    with pytest.raises(RewardError, match="did not start") as caught:
-        Comparer().equal("1", "2")
-    assert "pip install 'math-verify" in str(caught.value)
+    error = refused(RewardError, lambda: Comparer().equal("1", "2"), "did not start")
+    assert "pip install 'math-verify" in str(error)
 
 
 @pytest.mark.parametrize(("answer", "truth", "expected"), [
@@ -274,6 +255,6 @@ def test_judge_that_cannot_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any)
     ("x = 4 = 5", "5", 0), ("x^2", "X^2", 0), (r"x\ge 2", r"x \geq 2", 1), ("", "5", 0), ("?", "5", 0),
     ("=" * 500, "5", 0), ("((((", "5", 0),
 ])  # fmt: skip
-def test_math(answer: str, truth: str, expected: float) -> None:
+def test_math(answer, truth, expected):
     assert math.compute_score("MATH", f"It is \\boxed{{{answer}}}.", truth) == expected
     assert math.compute_score("MATH", f"It is {answer}.", truth) == 0

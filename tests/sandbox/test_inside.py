@@ -1,11 +1,8 @@
 """The system call filter, executed step by step like in the kernel, for both architectures."""
 
-from __future__ import annotations
-
 import os
 import struct
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -37,7 +34,7 @@ BAD: dict[str, list[tuple[int, ...]]] = {
 }  # fmt: skip
 
 
-def verdict(filters: bytes, architecture: int, number: int, *arguments: int) -> int:
+def verdict(filters, architecture, number, *arguments):
     """Return what the filter decides about a system call."""
     words = (*arguments, *(6 - len(arguments)) * (0,))
     data, at, value = struct.pack("=IIQ6Q", number, architecture, 0, *words), 0, 0
@@ -54,7 +51,7 @@ def verdict(filters: bytes, architecture: int, number: int, *arguments: int) -> 
 
 
 @pytest.fixture(params=inside.ARCHITECTURES)
-def machine(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def machine(request, monkeypatch):
     place, architecture = inside.ARCHITECTURES[request.param]
     monkeypatch.setattr(inside.os, "uname", lambda: SimpleNamespace(machine=request.param))
     pairs = zip(CALLS[::3], CALLS[place::3], strict=True)
@@ -65,7 +62,7 @@ def machine(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_what_is_listed_is_let_through_and_nothing_else(machine: Any) -> None:
+def test_what_is_listed_is_let_through_and_nothing_else(machine):
     names = {number: name for name, number in machine.numbers.items()}
     assert len(names) == len(machine.numbers)
     for number in (*range(3000), 2**31, 2**32 - 1):
@@ -74,7 +71,7 @@ def test_what_is_listed_is_let_through_and_nothing_else(machine: Any) -> None:
         assert found == (inside.ALLOWED if number in names else others), number
 
 
-def test_calls_of_other_architectures_are_refused(machine: Any) -> None:
+def test_calls_of_other_architectures_are_refused(machine):
     others = {0x40000003, 0x40000028, 0xC000003E, 0xC00000B7, 0} - {machine.architecture}
     for name, number in machine.numbers.items():
         for architecture in others:
@@ -83,7 +80,7 @@ def test_calls_of_other_architectures_are_refused(machine: Any) -> None:
         assert x32 == inside.REFUSED
 
 
-def test_arguments_decide(machine: Any) -> None:
+def test_arguments_decide(machine):
     assert set(BAD) == {*inside.RULES, "kill", "tgkill"}
     for name, calls in BAD.items():
         for arguments in calls:

@@ -1,9 +1,3 @@
-"""Tests of the engines of this process: native with either runner, and hf.
-
-They run the engine contract over the trainer's module and over the engines' own weights. They also test what
-these engines do because they share the trainer's module.
-"""
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +13,7 @@ from tandem.errors import EngineError
 from tests.contract.rollout import RolloutContract
 from tests.contract.world import EngineKind, log_probs
 from tests.engines.rollout.case import CPU, native, request, stream, tokens
+from tests.support.refusing import refused
 
 NAMES = ("native-fused", "native-module", "hf")
 
@@ -58,7 +53,6 @@ def name(request):
 
 
 def test_all_engines_agree_in_any_company_up_to_the_rounding_of_float64(tiny, make_requests):
-    """As on ranks that divide the prompts among themselves."""
     model, requests, runs = tiny(dtype=torch.float64), make_requests(12, 2, temperature=0.9, top_p=0.9), []
     for name in NAMES:
         for shares in ([requests], [requests[:5], requests[5:]]):
@@ -71,7 +65,6 @@ def test_all_engines_agree_in_any_company_up_to_the_rounding_of_float64(tiny, ma
 
 
 def test_continued_response_draws_the_same_numbers(name, tiny):
-    """A response that is cut in two and continued as a longer prompt equals the uncut response."""
     engine = make_engine(name, tiny(dtype=torch.float64))
     [whole] = tokens(generate(engine, [request(max_tokens=20)]))
     longer = [1, 2, 3, *whole[:8]]
@@ -98,8 +91,7 @@ def test_positions_of_the_model_bind(name, tiny):
 
 
 def test_stop_strings_need_a_tokenizer(name):
-    with pytest.raises(EngineError, match="tokenizer"):
-        make_engine(name).submit([request(stop=("x",))])
+    refused(EngineError, lambda: make_engine(name).submit([request(stop=("x",))]), "tokenizer")
 
 
 def test_nan_logits_name_the_request(name, tiny):
@@ -108,8 +100,7 @@ def test_nan_logits_name_the_request(name, tiny):
         model.model.embed_tokens.weight[5] = torch.nan
     engine = make_engine(name, model)
     engine.submit([request("good", prompt=2, max_tokens=4), request("bad", 3, [5], max_tokens=4)])
-    with pytest.raises(EngineError, match=r"\('bad', 3\) at response token 0"):
-        engine.poll(1.0)
+    refused(EngineError, lambda: engine.poll(1.0), r"\('bad', 3\) at response token 0")
 
 
 def test_generation_config_of_the_checkpoint_is_not_applied(name, tiny, make_requests):
@@ -125,7 +116,6 @@ def test_generation_config_of_the_checkpoint_is_not_applied(name, tiny, make_req
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float64, 1e-7), (torch.float32, 1e-4)])
 def test_log_probs_are_as_precise_as_the_model(name, tiny, make_requests, dtype, precision):
-    """The norms of transformers round to float32 for every dtype, in both forwards."""
     model, requests = tiny(dtype=dtype), make_requests(8, 2, temperature=0.8)
     for asked, sample in zip(requests, generate(make_engine(name, model), requests), strict=True):
         wanted = np.float64 if dtype == torch.float64 else np.float32
@@ -134,7 +124,6 @@ def test_log_probs_are_as_precise_as_the_model(name, tiny, make_requests, dtype,
 
 
 def test_an_engine_that_stands_still_is_given_up(make_requests, monkeypatch):
-    """It finishes one request at each of the first polls and then none. A poll takes a second."""
     waiting, clock = [], [0.0]
 
     def poll(timeout_s):
@@ -149,8 +138,7 @@ def test_an_engine_that_stands_still_is_given_up(make_requests, monkeypatch):
     parts = base.finished(engine, make_requests(4), at_least=1, stall_timeout_s=10)
     assert [len(next(parts)) for _ in range(2)] == [1, 1]
     clock[0] += 100  # time that the caller takes
-    with pytest.raises(EngineError, match="no token for 10 s") as caught:
-        next(parts)
+    error = refused(EngineError, lambda: next(parts), "no token for 10 s")
     assert clock[0] == 2 + 100 + 11
-    assert "2 requests pending, the first is ('p2', 0)" in caught.value.got
+    assert "2 requests pending, the first is ('p2', 0)" in error.got
     assert waiting == []

@@ -1,5 +1,3 @@
-"""Tests that need a GPU: the engines, CUDA graphs, and the kernels in bfloat16 at real sizes."""
-
 import numpy as np
 import pytest
 import torch
@@ -81,7 +79,6 @@ def test_replayed_graphs_compute_what_plain_steps_do(name, tiny):
 
 @pytest.mark.filterwarnings("error")
 def test_memory_that_is_given_back_is_free_and_comes_back_in_place():
-    """A graph that was captured over the memory replays on its new content."""
     size = 2**30
     held = Lasting([((size,), torch.uint8), ((1000,), torch.float32)], CUDA)
     assert held.stays and lasting_bytes(CUDA) >= size
@@ -120,7 +117,6 @@ def test_graphs_are_captured_once_for_all_versions(model, tiny, make_requests, m
 
 @pytest.mark.parametrize("what", ["run_ahead", "split_steps"])
 def test_neither_running_ahead_nor_prompts_apart_change_anything(what, tiny, make_requests):
-    """There are more requests than rows, so prompts arrive while others decode."""
     requests, module, runs = make_requests(30, 2, temperature=0.0), tiny().to(CUDA), []
     for value in (True, False):
         engine = on_cuda(max_num_seqs=8, **({"run_ahead": value} if what == "run_ahead" else {}))
@@ -143,14 +139,12 @@ def check_attention(step, group, dim, dtype, limit):
 @pytest.mark.parametrize("lengths", [[4000, 1, 777], [300] * 40])
 @pytest.mark.parametrize(("group", "dim"), [(7, 64), (7, 128), (4, 128), (2, 256)])
 def test_bfloat16_decoding_at_real_sizes(group, dim, lengths):
-    step = decode_step(lengths, torch.Generator().manual_seed(1))
-    check_attention(step, group, dim, torch.bfloat16, 1e-2)
+    check_attention(decode_step(lengths, torch.Generator().manual_seed(1)), group, dim, torch.bfloat16, 1e-2)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(("group", "dim"), [(1, 16), (1, 32), (7, 32), (7, 64), (4, 80), (7, 128), (2, 256)])
 def test_prompts_at_every_head_size(group, dim, dtype, limit):
-    """Chunks of prompts of many lengths, some after a prefix that is already in the cache."""
     counts, before = [1, 300, 17, 64, 6, 6, 129, 2], [0, 0, 250, 16, 0, 3, 1, 700]
     lengths = [sum(each) for each in zip(counts, before, strict=True)]
     width = -(-max(lengths) // BLOCK)

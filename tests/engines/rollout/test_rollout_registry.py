@@ -10,6 +10,7 @@ from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.registry import make_rollout_engine
 from tandem.errors import ConfigError
 from tests.engines.rollout.case import CPU, stream, tokens
+from tests.support.refusing import refused
 
 both_engines = pytest.mark.parametrize("name", ["native", "hf"])
 
@@ -22,30 +23,19 @@ def make(name, config=None, model=None, log=None, **options):
     return engine
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "dtype", "field"),
-    [
-        ("nativ", {}, torch.float32, "actor_rollout_ref.rollout.name"),
-        ("vllm", {}, torch.float64, "actor_rollout_ref.actor.fsdp_config.dtype"),
-        (
-            "vllm",
-            {"mode": "server", "logprobs_mode": "raw_logprobs"},
-            torch.float32,
-            "actor_rollout_ref.rollout.logprobs_mode",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "config", "dtype", "field"), [
+    ("nativ", {}, torch.float32, "rollout.name"), ("vllm", {}, torch.float64, "actor.fsdp_config.dtype"),
+    ("vllm", {"mode": "server", "logprobs_mode": "raw_logprobs"}, torch.float32, "rollout.logprobs_mode"),
+])  # fmt: skip
 def test_what_there_is_not_is_refused(name, config, dtype, field):
-    with pytest.raises(ConfigError) as caught:
-        make(name, config, model_path="m", dtype=dtype)
-    assert caught.value.field == field
+    error = refused(ConfigError, lambda: make(name, config, model_path="m", dtype=dtype))
+    assert error.field == f"actor_rollout_ref.{field}"
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
 def test_vllm_that_is_not_installed():
-    with pytest.raises(ConfigError, match="not installed") as caught:
-        make("vllm", model_path="m", dtype=torch.float32)
-    assert "pip install 'tandem[vllm]'" in caught.value.remedy
+    error = refused(ConfigError, lambda: make("vllm", model_path="m", dtype=torch.float32), "not installed")
+    assert "pip install 'tandem[vllm]'" in error.remedy
 
 
 @both_engines
@@ -61,13 +51,12 @@ def test_log_lines_and_max_num_seqs(name, tiny, make_requests, monkeypatch):
     assert "running" in lines[0] and "tokens/s" in lines[0]
 
 
-def test_a_cache_that_stays_beside_training_has_half_of_the_memory():
-    def share(**config):
-        return make("native", config)._store.room.given
-
-    assert share() is None and share(free_cache_engine=False) == 0.5
-    assert share(gpu_memory_utilization=0.7) == 0.7
-    assert share(gpu_memory_utilization=0.7, free_cache_engine=False) == 0.7
+@pytest.mark.parametrize(("config", "share"), [
+    ({}, None), ({"free_cache_engine": False}, 0.5), ({"gpu_memory_utilization": 0.7}, 0.7),
+    ({"gpu_memory_utilization": 0.7, "free_cache_engine": False}, 0.7),
+])  # fmt: skip
+def test_a_cache_that_stays_beside_training_has_half_of_the_memory(config, share):
+    assert make("native", config)._store.room.given == share
 
 
 def test_runner_takes_effect(tiny):

@@ -11,11 +11,9 @@ def request(uid="a", sample=0, seed=0, prompt=3, first=-1):
 
 def splitmix64(state, count):
     """Run the published generator with Python's integers."""
-    mask = (1 << 64) - 1
-    out = []
+    mask, out = (1 << 64) - 1, []
     for _ in range(count):
-        state = (state + 0x9E3779B97F4A7C15) & mask
-        z = state
+        z = state = (state + 0x9E3779B97F4A7C15) & mask
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         out.append(z ^ (z >> 31))
@@ -31,27 +29,17 @@ def test_uniforms_are_splitmix64s_stream():
 
 
 def test_every_part_of_the_key_counts():
-    keys = {
-        row_key(request(*parts))
-        for parts in [("a", 0, 0), ("b", 0, 0), ("a", 1, 0), ("a", 0, 1), ("a", 1, 1)]
-    }
-    assert len(keys) == 5
+    parts = [("a", 0, 0), ("b", 0, 0), ("a", 1, 0), ("a", 0, 1), ("a", 1, 1)]
+    assert len({row_key(request(*each)) for each in parts}) == 5
     assert row_key(request("a", 0, -1)) == row_key(request("a", 0, -1))
+    assert (first_position(request(prompt=5)), first_position(request(prompt=5, first=2))) == (5, 2)
 
 
 def test_numbers_are_uniform_and_independent_between_neighbours():
     keys = np.array([row_key(request(f"p{i}", j)) for i in range(100) for j in range(8)], dtype=np.uint64)
     table = np.stack([uniforms(keys, np.full(len(keys), t)) for t in range(250)], 1)
-    assert table.min() >= 0
-    assert table.max() < 1
+    assert table.min() >= 0 and table.max() < 1
     counts = np.histogram(table, bins=1000, range=(0, 1))[0]
     assert stats.chisquare(counts).pvalue > 1e-3
-    along = np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]
-    across = np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]
-    assert abs(along) < 4 / np.sqrt(table.size)
-    assert abs(across) < 4 / np.sqrt(table.size)
-
-
-def test_first_position():
-    assert first_position(request(prompt=5)) == 5
-    assert first_position(request(prompt=5, first=2)) == 2
+    for one, other in ((table[:, :-1], table[:, 1:]), (table[:-1], table[1:])):
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 4 / np.sqrt(table.size)

@@ -1,5 +1,3 @@
-"""Tests of rows on artificial logits, without an engine."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +29,6 @@ def request(index, params, prompt=(1, 2, 3)):
 
 
 def finished(rows, at, stopped):
-    """Return the samples of rows that are done, by id."""
     reasons = ["stop" if why else "length" for why in stopped]
     samples = [rows.sample(int(row), reason) for row, reason in zip(at, reasons, strict=True)]
     return {sample.id: sample for sample in samples}
@@ -90,7 +87,6 @@ PARAMS = st.builds(
     ),
 )
 def test_mixed_rows_that_come_and_go_follow_the_reference(params, capacity, prompts):
-    """Rows move when others leave."""
     requests = [request(i, p, prompts[i]) for i, p in enumerate(params)]
     samples = run(requests, capacity)
     for asked in requests:
@@ -101,7 +97,6 @@ PENALISED = SamplingParams(repetition_penalty=1.5, frequency_penalty=0.8, max_to
 
 
 def test_tokens_drawn_ahead_are_those_drawn_one_by_one():
-    """Penalties, min_tokens and random numbers count the token in flight."""
     late = SamplingParams(min_tokens=4, stop_token_ids=(0, 1, 2, 3), max_tokens=12)
     requests = [request(0, PENALISED), request(1, late), request(2, SamplingParams(max_tokens=12))]
     expected = run(requests)
@@ -175,7 +170,6 @@ class Copies(TorchDispatchMode):
 
 
 def test_no_copy_to_the_device_is_waited_for():
-    """This covers the copies of parameters, of a step with all edits, and of a step that runs ahead."""
     meta = torch.device("meta")
     with Copies() as copies:
         torch.ones(2).to(meta)
@@ -189,12 +183,10 @@ def test_no_copy_to_the_device_is_waited_for():
         params = rows.params(at, VOCABULARY, meta)
         for ahead in (0, 1):
             rows.draw(at, torch.empty(4, VOCABULARY, device=meta), params, ahead)
-    assert len(copies.non_blocking) > 15
-    assert all(copies.non_blocking)
+    assert len(copies.non_blocking) > 15 and all(copies.non_blocking)
 
 
 def test_only_the_edits_of_a_step_change_its_logits():
-    """The edits in the parameters are only the base of a step's edits. Without a step they are incomplete."""
     rows = Rows(2)
     at = rows.add([request(0, PENALISED), request(1, SamplingParams(logit_bias=((3, 50.0),)))])
     params = rows.params(at, VOCABULARY, CPU)
@@ -205,11 +197,10 @@ def test_only_the_edits_of_a_step_change_its_logits():
 
 
 def test_rows_without_edits_build_none():
-    rows = Rows(2)
+    rows, at = Rows(2), np.arange(2)
     rows.add([request(0, SamplingParams()), request(1, SamplingParams(top_k=3, temperature=0.5))])
-    params = rows.params(np.arange(2), VOCABULARY, CPU)
-    assert params.edits is None
-    assert rows._step_edits(np.arange(2), params, 0, torch.zeros(2, VOCABULARY)) is None
+    params = rows.params(at, VOCABULARY, CPU)
+    assert params.edits is rows._step_edits(at, params, 0, torch.zeros(2, VOCABULARY)) is None
     assert params.cuts.rows_C.tolist() == [1]
 
 

@@ -23,7 +23,6 @@ def row_params(params, vocabulary, device=CPU):
 
 
 def draw(logits, params, numbers):
-    """Draw once per number, always from the same logits."""
     rows = torch.as_tensor(logits).expand(len(numbers), -1)
     numbers = torch.as_tensor(numbers, dtype=torch.float64)
     return sample(rows, numbers, row_params([params] * len(numbers), rows.shape[1]))
@@ -40,25 +39,20 @@ def check_draws(logits, params, numbers, tolerance=1e-9):
     else:
         assert (expected[tokens] > 0).all()
         low, border = expected.cumsum()[tokens] - expected[tokens], min(tolerance, 1e-6)
-        assert (low - border <= numbers).all()
-        assert (numbers <= low + expected[tokens] + border).all()
+        assert (low - border <= numbers).all() and (numbers <= low + expected[tokens] + border).all()
     np.testing.assert_allclose(drawn.log_probs_R, np.log(expected[tokens]), atol=tolerance)
     np.testing.assert_allclose(drawn.untruncated_R, np.log(whole[tokens]), atol=tolerance)
     return tokens
 
 
 CASES = {
-    "plain": SamplingParams(),
-    "tempered": SamplingParams(temperature=0.7),
-    "top_k": SamplingParams(top_k=40),
-    "top_p": SamplingParams(top_p=0.9),
-    "min_p": SamplingParams(min_p=0.1),
+    "plain": SamplingParams(), "tempered": SamplingParams(temperature=0.7), "top_k": SamplingParams(top_k=40),
+    "top_p": SamplingParams(top_p=0.9), "min_p": SamplingParams(min_p=0.1),
     "all": SamplingParams(temperature=1.3, min_p=0.02, top_k=60, top_p=0.95),
-}
+}  # fmt: skip
 
 
 def count_draws(logits, params, draws, rows=20_000):
-    """Count how often each token is drawn."""
     counts = np.zeros(len(logits), dtype=np.int64)
     keys = np.arange(rows, dtype=np.uint64) * np.uint64(0x5851F42D4C957F2D)
     for position in range(draws // rows):
@@ -136,15 +130,10 @@ def test_vocabularies_of_any_size(size, scale, params, tolerance, dtype):
     assert size < 5000 or len(set(tokens.tolist())) > 700
 
 
-@pytest.mark.parametrize(
-    ("params", "kept"),
-    [
-        (SamplingParams(top_k=1), {1, 3, 6}),
-        (SamplingParams(top_k=4), {1, 2, 3, 5, 6}),
-        (SamplingParams(top_p=0.1), {1, 3, 6}),
-        (SamplingParams(min_p=1.0), {1, 3, 6}),
-    ],
-)
+@pytest.mark.parametrize(("params", "kept"), [
+    (SamplingParams(top_k=1), {1, 3, 6}), (SamplingParams(top_k=4), {1, 2, 3, 5, 6}),
+    (SamplingParams(top_p=0.1), {1, 3, 6}), (SamplingParams(min_p=1.0), {1, 3, 6}),
+])  # fmt: skip
 def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
     logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 0.0, 1.0, 3.0])
     numbers = np.linspace(0, ALMOST_ONE, 200)
@@ -156,7 +145,6 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(params, kept):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_floor_that_is_searched_for_keeps_what_sorting_keeps(dtype):
-    """The scores have ties, tokens that cannot be drawn, and both zeros, which are equal."""
     scores = (torch.randn(60, 700, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 4).round() / 2
     scores[:, ::7] = -torch.inf
     scores[3] = 0.0
@@ -219,5 +207,4 @@ def test_logits_that_are_not_finite_give_nan(params, bad):
     logits = torch.zeros(2, 200)
     logits[1, 150] = bad
     drawn = sample(logits, torch.tensor([0.5, 0.5]), row_params([SamplingParams(**params)] * 2, 200))
-    assert drawn.log_probs_R.isnan().tolist() == [False, True]
-    assert drawn.tokens_R.max() < 200
+    assert drawn.log_probs_R.isnan().tolist() == [False, True] and drawn.tokens_R.max() < 200

@@ -1,5 +1,3 @@
-"""Tests of stop strings, with a byte-level tokenizer whose tokens may end inside a character."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +10,6 @@ IDS = {piece: i for i, piece in enumerate(PIECES)}
 
 
 def decode(token_ids):
-    """Decode bytes to text. Bytes that are not a character, or not yet, decode to U+FFFD."""
     return b"".join(PIECES[token] for token in token_ids).decode(errors="replace")
 
 
@@ -36,22 +33,13 @@ def count(text, part):
     return sum(text.startswith(part, i) for i in range(len(text)))
 
 
-@pytest.mark.parametrize(
-    ("pieces", "stop", "end"),
-    [
-        ([b"a", b"</", b"END", b"a"], ("</END",), 3),
-        ([b"a", b"</", b"END"], ("/E",), 3),
-        ([b"END"], ("N",), 1),
-        ([b"ab", b"ab"], ("bab", "never"), 2),
-        ([bytes([b]) for b in "€".encode()] + [b"a"], ("€",), 3),
-        ([b"a"] + [bytes([b]) for b in "😀é".encode()], ("😀é",), 7),
-        ([b"a", b"", b"", b"ba"], ("ab",), 4),
-        ([b"\n\n"], ("\n",), 1),
-        ([b"a", b"ba", b"END"], ("D!",), None),
-        ([b"a"] * 40, ("aaa" * 13,), 39),
-        ([b"a" * 9] * 30 + [b"</", b"END"], ("</END",), 32),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "stop", "end"), [
+    ([b"a", b"</", b"END", b"a"], ("</END",), 3), ([b"a", b"</", b"END"], ("/E",), 3), ([b"END"], ("N",), 1),
+    ([b"ab", b"ab"], ("bab", "never"), 2), ([bytes([b]) for b in "€".encode()] + [b"a"], ("€",), 3),
+    ([b"a"] + [bytes([b]) for b in "😀é".encode()], ("😀é",), 7), ([b"a", b"", b"", b"ba"], ("ab",), 4),
+    ([b"\n\n"], ("\n",), 1), ([b"a", b"ba", b"END"], ("D!",), None), ([b"a"] * 40, ("aaa" * 13,), 39),
+    ([b"a" * 9] * 30 + [b"</", b"END"], ("</END",), 32),
+])  # fmt: skip
 def test_the_token_that_completes_a_string_ends_the_response(pieces, stop, end):
     assert ends(tokens_of(*pieces), stop) == end
 
@@ -71,8 +59,7 @@ def test_the_decoded_window_does_not_grow_with_the_response():
 
     tokens = tokens_of(*[b"a"] * 500)
     assert not any(ends_with_stop(tokens[:n], ("END", "€"), watched, 3) for n in range(4, 501))
-    assert max(seen) <= 12
-    assert len(seen) == 497
+    assert max(seen) <= 12 and len(seen) == 497
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -1,5 +1,3 @@
-"""Tests of a response that arrives in parts and is cut at its first stop string."""
-
 import numpy as np
 import pytest
 
@@ -35,11 +33,8 @@ def test_what_follows_the_first_new_stop_string_is_dropped(text, new, min_tokens
     sample = out.sample("stop")
     assert decode(sample.token_ids.tolist()) == (left or text)
     assert len(sample.log_probs) == len(sample.versions) == len(left or text)
-
-
-def test_without_a_decoder_or_a_string_nothing_is_cut():
-    assert not written("abcd", SamplingParams(max_tokens=9, stop=("b",))).cut_at_stop(4, None)
-    assert not written("abcd", SamplingParams(max_tokens=9)).cut_at_stop(4, decode)
+    assert not written(text, params).cut_at_stop(new, None)
+    assert not written(text, SamplingParams(max_tokens=9)).cut_at_stop(new, decode)
 
 
 def test_untruncated_log_probs_are_given_where_they_are_known():

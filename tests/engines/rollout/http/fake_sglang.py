@@ -21,21 +21,13 @@ _FIELDS = "rid input_ids sampling_params return_logprob return_sampling_mask str
 
 
 class FakeSGLang(FakeServer):
-    """A fake SGLang server.
-
-    Attributes:
-        cumulative: Whether each event repeats the earlier ones (the server's default).
-        memory: The tags whose memory is allocated.
-        shows: Whether the model supports `get_weights_by_name`.
-        held: A change to the weights that it then returns.
-        refusal: The reason to refuse new weights. None means that they are accepted.
-    """
+    """A fake whose `memory` is what is allocated, and which returns weights as `held` makes them."""
 
     generates = "/generate"
-    cumulative = True
-    shows = True
+    cumulative = True  # each event repeats the earlier ones, the server's default
+    shows = True  # the model supports get_weights_by_name
     held: Callable[[str, torch.Tensor], torch.Tensor] = staticmethod(lambda name, tensor: tensor)
-    refusal: str | None = None
+    refusal: str | None = None  # the reason to refuse new weights
 
     def __init__(self, module: PreTrainedModel, **options: Any) -> None:
         self.module = module
@@ -83,13 +75,9 @@ class FakeSGLang(FakeServer):
             if reason is None and len(entries) % interval:
                 continue
             shown = entries if self.cumulative else entries[-(len(entries) % interval or 16) :]
-            about: dict[str, Any] = {
-                "id": body["rid"],
-                "finish_reason": reason and {"type": reason},
-                "prompt_tokens": len(body["input_ids"]),
-                "completion_tokens": len(entries),
-                "output_token_logprobs": [[plain, token, None] for token, _, plain in shown],
-            }
+            about: dict[str, Any] = {"id": body["rid"], "finish_reason": reason and {"type": reason}}
+            about |= {"prompt_tokens": len(body["input_ids"]), "completion_tokens": len(entries)}
+            about["output_token_logprobs"] = [[plain, token, None] for token, _, plain in shown]
             if body["return_sampling_mask"]:
                 about["output_token_sampling_logprobs"] = [drawn for _, drawn, _ in shown]
             if reason is not None:

@@ -16,15 +16,10 @@ from tests.engines.rollout.http.fakes import FakeServer, Reply
 
 
 class FakeVLLM(FakeServer):
-    """A fake vLLM server.
+    """A fake whose workers all hold the same weights. A sleeping server does not sleep again.
 
-    Attributes:
-        held: Its weights by name, as in the checkpoint.
-        files: The real files behind the paths through which weights came.
-        calls: The methods called on its workers.
-        workers: The number of workers. All hold the same weights.
-        received: For each bucket from the network, how many workers got the same bytes.
-        asleep: The tags whose memory is freed. A sleeping server does not sleep again.
+    `files` are the real files behind the paths through which weights came. `received` has, for each bucket
+    from the network, how many workers got the same bytes.
     """
 
     workers = 1

@@ -44,15 +44,8 @@ class Reply:
 class FakeServer(ABC):
     """A server in a thread of this process. A subclass answers the requests.
 
-    Args:
-        pause_s: The pause before each token.
-        decode: Decodes token ids to text, for stop strings.
-
-    Attributes:
-        seen: (path, body) of the requests, in the order of their arrival.
-        faults: What goes wrong with the next requests for a response, one entry each. "" means nothing.
-        cut_off: The paths of answers whose reader disconnected.
-        most: The most requests that were answered at the same time.
+    `faults` are what goes wrong with the next requests for a response, one entry each; "" is nothing.
+    `cut_off` has the paths of answers whose reader disconnected, and `most` is the most answered at a time.
     """
 
     generates: str
@@ -190,10 +183,7 @@ _TGI_FIELDS = """temperature top_k top_p repetition_penalty do_sample max_new_to
 
 
 class FakeOpenAI(FakeServer):
-    """A fake of vLLM's /v1/completions.
-
-    `mode` is its --logprobs-mode. `published` says whether it publishes its schema.
-    """
+    """A fake of vLLM's /v1/completions. `mode` is its --logprobs-mode; its schema may be `published`."""
 
     generates = "/v1/completions"
     mode = "processed_logprobs"
@@ -236,10 +226,7 @@ class FakeOpenAI(FakeServer):
 
 
 class FakeTGI(FakeServer):
-    """A fake of TGI's /generate.
-
-    Its tokenizer knows the texts "t0" to "t96", separated by spaces. `prefix` comes before each prompt.
-    """
+    """A fake of TGI's /generate. Its tokenizer knows "t0" to "t96". `prefix` comes before each prompt."""
 
     generates = "/generate"
     prefix: tuple[int, ...] = ()

@@ -1,5 +1,3 @@
-"""Tests of the factory that creates engines on servers from the config."""
-
 from contextlib import closing
 
 import pytest
@@ -15,6 +13,7 @@ from tandem.errors import ConfigError
 from tests.engines.rollout.case import CPU, request
 from tests.engines.rollout.http.fakes import FakeOpenAI
 from tests.engines.rollout.http.test_tgi import tokenizer
+from tests.support.refusing import refused
 
 URLS = ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3/")
 
@@ -36,8 +35,7 @@ def test_one_server(name, monkeypatch, tmp_path):
     options = {"connect_timeout": 3.0, "request_timeout": 60.0, "model": "m", "api_key_env": "THE_KEY"}
     if name == "sglang":
         options["weights_folder"] = str(tmp_path)
-    with pytest.raises(ConfigError, match="not set"):
-        make(name, URLS[2:], **options)
+    refused(ConfigError, lambda: make(name, URLS[2:], **options), "not set")
     monkeypatch.setenv("THE_KEY", "secret")
     with make(name, URLS[2:], **options) as engine:
         assert type(engine) is HTTP_ENGINES[name]
@@ -51,10 +49,8 @@ def test_several_servers_are_divided_among_the_workers():
     with make("openai", URLS) as engine:
         assert isinstance(engine, Router)
     with make("openai", URLS, share=(1, 2)) as engine:
-        assert isinstance(engine, OpenAIEngine)
-        assert engine.server.url == URLS[1]
-    with pytest.raises(ConfigError, match="its own server"):
-        make("openai", URLS, share=(3, 4))
+        assert isinstance(engine, OpenAIEngine) and engine.server.url == URLS[1]
+    refused(ConfigError, lambda: make("openai", URLS, share=(3, 4)), "its own server")
 
 
 @pytest.mark.parametrize("silent", [True, False])

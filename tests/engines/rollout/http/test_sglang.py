@@ -1,9 +1,3 @@
-"""Tests of the engine on SGLang's server.
-
-They run the contract of all engines on a fake with a real model, and cover the wire format and new weights
-through a folder.
-"""
-
 import copy
 import os
 import socket
@@ -31,6 +25,7 @@ from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of
 from tests.engines.rollout.case import changed, drain, request, stream, write
 from tests.engines.rollout.http.fake_sglang import FakeSGLang
 from tests.engines.rollout.http.fakes import Reply
+from tests.support.refusing import refused
 
 
 def make(server, folder=None, **options):
@@ -94,15 +89,9 @@ def test_the_whole_request_on_the_wire(server, engine):
     generate(engine, [wanted])
     (body,) = server.bodies()
     assert len(body.pop("rid")) > 20
-    assert body.pop("sampling_params") == params | {
-        "max_new_tokens": 4,
-        "min_new_tokens": 2,
-        "stop_token_ids": [3, 4],
-        "logit_bias": {"7": 1.5},
-        "sampling_seed": seed_of(wanted),
-        "ignore_eos": True,
-        "stream_interval": 16,
-    }
+    renamed = {"max_new_tokens": 4, "min_new_tokens": 2, "sampling_seed": seed_of(wanted)}
+    others = {"stop_token_ids": [3, 4], "logit_bias": {"7": 1.5}, "ignore_eos": True, "stream_interval": 16}
+    assert body.pop("sampling_params") == params | renamed | others
     flags = {"return_logprob": True, "return_sampling_mask": False, "stream": True}
     assert body == {"input_ids": [5, 6, 7], **flags}
 
@@ -143,17 +132,13 @@ def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, c
         value = tensor + 0.5 * (torch.arange(len(tensor)) == 3) if name == NORM else tensor
         return torch.stack([tensor, value]) if copies == 2 else value
 
-    server.held = held
-    with pytest.raises(WeightSyncError, match="of version 4") as caught:
-        engine.update_weights(stream(tiny()), 4)
-    value = float(dict(tiny().named_parameters())[NORM].detach()[3])
-    assert caught.value.field == f"{NORM}[3]"
-    assert caught.value.expected == value and caught.value.got == f"{server.url}: {value + 0.5}"
-
-
-def test_a_share_of_a_weight_is_compared_with_its_part(server, engine, tiny):
-    server.held = lambda name, tensor: tensor[: len(tensor) // 2]
+    server.held = lambda name, tensor: tensor[: len(tensor) // 2]  # a share of each weight
     engine.update_weights(stream(tiny()), 1)
+    server.held = held
+    error = refused(WeightSyncError, lambda: engine.update_weights(stream(tiny()), 4), "of version 4")
+    value = float(dict(tiny().named_parameters())[NORM].detach()[3])
+    assert error.field == f"{NORM}[3]"
+    assert error.expected == value and error.got == f"{server.url}: {value + 0.5}"
 
 
 def test_a_server_that_shows_no_weights_is_asked_once_and_said(server, tiny, tmp_path):
@@ -177,8 +162,7 @@ def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
         for version in (1, 2):
             new = changed(tiny(), version)
             expected = digest(new.named_parameters())
-            assert router.update_weights(stream(new), version) == expected
-            assert len(written) == version
+            assert router.update_weights(stream(new), version) == expected and len(written) == version
             for fake in fakes:
                 assert fake.bodies("/update_weights_from_disk")[-1]["model_path"] == str(written[-1])
                 assert digest(fake.module.named_parameters()) == expected
@@ -187,20 +171,17 @@ def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
 
 
 def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended, host = subprocess.Popen([sys.executable, "-c", ""]), socket.gethostname()
     ended.wait(30)
-    host = socket.gethostname()
-    names = {
-        f"version_00000001_{host}_{ended.pid}_ab": False,
-        f"version_00000001_{host}_{os.getpid()}_ab": True,
-        f"version_00000001_another-{host}_{ended.pid}_ab": True,
-        "mine": True,
-    }
-    for name in names:
+    stays = {
+        f"version_00000001_{host}_{ended.pid}_ab": False, f"version_00000001_{host}_{os.getpid()}_ab": True,
+        f"version_00000001_another-{host}_{ended.pid}_ab": True, "mine": True,
+    }  # fmt: skip
+    for name in stays:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     WeightsFolder(tmp_path)
-    assert {name: (tmp_path / name).exists() for name in names} == names
+    assert {name: (tmp_path / name).exists() for name in stays} == stays
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -222,7 +203,6 @@ def test_abort_is_said_to_the_server_and_does_not_wait_for_one_that_hangs(server
 
 
 def test_weights_in_the_middle_of_a_response(server, engine, tiny):
-    """Each token has the version that the server reports for it."""
     server.pause_s = 0.01
     engine.update_weights(stream(tiny()), 1)
     engine.submit([request(max_tokens=60)])
@@ -235,19 +215,20 @@ def test_weights_in_the_middle_of_a_response(server, engine, tiny):
 
 def test_a_refused_update(server, engine, tiny, tmp_path):
     server.refusal = "Failed to update weights: size mismatch."
-    with pytest.raises(EngineError, match="refused") as caught:
-        engine.update_weights(stream(tiny()), 1)
-    assert "size mismatch" in caught.value.got
+    error = refused(EngineError, lambda: engine.update_weights(stream(tiny()), 1), "refused")
+    assert "size mismatch" in error.got
     assert server.seen[-1][0] == "/continue_generation"
     assert list((tmp_path / "weights").iterdir()) == []
     assert engine.version == 0
 
 
-def test_without_a_folder_there_are_no_new_weights(server, tiny):
+def test_without_a_folder_there_are_no_new_weights_and_another_server_is_refused(server, tiny):
     engine = make(server)
     assert engine.takes == frozenset()
-    with pytest.raises(EngineError, match="cannot give its server new weights"):
-        engine.update_weights(stream(tiny()), 1)
+    message = "cannot give its server new weights"
+    refused(EngineError, lambda: engine.update_weights(stream(tiny()), 1), message)
+    server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
+    refused(EngineError, lambda: engine.submit([request()]), "refused")
     engine.close()
 
 
@@ -259,18 +240,11 @@ def test_memory_is_given_back_and_taken_again(server, engine, tiny):
     assert given == [["kv_cache"], ["weights"]]
     engine.wake()
     assert server.memory == {"weights", "kv_cache"}
-    with pytest.raises(EngineError, match="dropped"):
-        engine.submit([request()])
+    refused(EngineError, lambda: engine.submit([request()]), "dropped")
     engine.sleep()
     engine.update_weights(stream(tiny()), 1)
     assert server.memory == {"weights"}
     assert len(generate(engine, [request(max_tokens=3)])[0].token_ids) == 3
-
-
-def test_another_server_is_refused(server, engine):
-    server._model_info = lambda _: Reply({"detail": "Not Found"}, 404)
-    with pytest.raises(EngineError, match="refused"):
-        engine.submit([request()])
 
 
 def test_shards(tmp_path):

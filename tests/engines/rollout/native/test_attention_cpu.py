@@ -1,5 +1,3 @@
-"""Tests of the compiled kernels: their operations against PyTorch, and how they are compiled."""
-
 import os
 import subprocess
 import sys
@@ -7,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 from tandem.engines.rollout.native.kernels import load_kernels
 from tandem.engines.rollout.native.ops.base import Heads
@@ -16,7 +13,7 @@ from tandem.engines.rollout.native.ops.torch import TorchOps
 from tests.engines.rollout.native.paged_case import threads
 
 
-def cpu_and_torch(dtype: torch.dtype) -> tuple[CPUOps, TorchOps]:
+def cpu_and_torch(dtype):
     """Return both implementations for 6 query heads and 2 key heads of 24 numbers."""
     generator = torch.Generator().manual_seed(0)
     angles = torch.rand(50, 12, generator=generator).repeat(1, 2) * 6
@@ -26,7 +23,7 @@ def cpu_and_torch(dtype: torch.dtype) -> tuple[CPUOps, TorchOps]:
     return CPUOps(heads, 1e-5, kernels), TorchOps(heads, 1e-5)
 
 
-def assert_equal_up_to_one_rounding(got: Tensor, expected: Tensor, size: Tensor | None = None) -> None:
+def assert_equal_up_to_one_rounding(got, expected, size=None):
     """Assert that bf16 results equal PyTorch's, with a few exceptions.
 
     Where an intermediate float32 value is close to a tie, the result moves by the last place of that value
@@ -40,7 +37,7 @@ def assert_equal_up_to_one_rounding(got: Tensor, expected: Tensor, size: Tensor 
     assert ((got - expected).abs() <= 2**-6 * (expected if size is None else size).abs() + 1e-6).all()
 
 
-def rotated_pairs(heads: Tensor) -> Tensor:
+def rotated_pairs(heads):
     """Return the length of each pair of numbers that is rotated together. A rotation does not change it."""
     pairs = torch.hypot(*heads.float().chunk(2, dim=-1))
     return torch.cat([pairs, pairs], dim=-1)
@@ -102,11 +99,11 @@ print(kind, *(warning.message for warning in caught), sep="|")
 """
 
 
-def use(folder: object, **environment: str) -> list[str]:
+def use(folder, **environment):
     """Return the attention that a fresh process chooses, and its warnings."""
     variables = {**os.environ, "TANDEM_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **environment}
-    options = {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run([sys.executable, "-c", USE], env=variables, check=False, **options)
+    command, options = [sys.executable, "-c", USE], {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, env=variables, check=False, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().split("|")
 

@@ -1,5 +1,3 @@
-"""Tests of what only the native engine does: sharing, batching, memory, and what lies between phases."""
-
 import gc
 import weakref
 
@@ -16,12 +14,12 @@ from tandem.errors import EngineError
 from tandem.models.parallel import init_distributed
 from tests.engines.rollout.case import CPU, PER_TOKEN, native, request, tokens
 from tests.engines.rollout.case import drain as drain_only
+from tests.support.refusing import refused
 
 either_order = pytest.mark.parametrize("run_ahead", [False, True])
 
 
 def drain(engine):
-    """Return the samples of all pending requests by id. No block of the cache is lost."""
     samples = drain_only(engine)
     engine._scheduler.check()
     assert engine._scheduler.blocks.free == engine._scheduler.blocks.blocks
@@ -49,11 +47,9 @@ def test_the_next_turn_computes_only_what_is_new(tiny):
     assert engine.stats()["prefill_tokens"] == 53
 
 
-@pytest.mark.parametrize(
-    ("options", "samples", "prefilled"),
-    [({"max_num_seqs": 2}, 4, 80), ({"max_num_batched_tokens": 16}, 1, 16 + 40)],
-    ids=["samples wait", "half computed"],
-)
+@pytest.mark.parametrize(("options", "samples", "prefilled"), [
+    ({"max_num_seqs": 2}, 4, 80), ({"max_num_batched_tokens": 16}, 1, 16 + 40),
+], ids=["samples wait", "half computed"])  # fmt: skip
 def test_a_prompt_is_computed_anew_under_new_weights(tiny, options, samples, prefilled):
     engine = native(tiny(), **options)
     engine.submit([request("a", sample, 40, max_tokens=3) for sample in range(samples)])
@@ -71,39 +67,35 @@ def test_memory_bounds_what_runs(tiny, make_requests, monkeypatch):
         engine = native(model, gpu_memory_utilization=share)
         assert tokens(generate(engine, requests)) == free
         stats = engine.stats()
-        assert stats["cache_bytes"] == share * budget
-        assert stats["peak_running"] <= share * 64
+        assert stats["cache_bytes"] == share * budget and stats["peak_running"] <= share * 64
         assert 0.8 < stats["cache_use"] <= 1
 
 
-def few_and_large():
-    few = [request(f"a{i}", prompt=[1 + i], max_tokens=20) for i in range(2)]
-    return few, [request(f"b{i}", prompt=59, max_tokens=9) for i in range(9)]
+FEW = [request(f"a{i}", prompt=[1 + i], max_tokens=20) for i in range(2)]
+LARGE = [request(f"b{i}", prompt=59, max_tokens=9) for i in range(9)]
 
 
 def test_the_cache_is_no_larger_than_what_is_asked_for(tiny):
-    engine, (few, large) = native(tiny(), max_num_seqs=3), few_and_large()
-    engine.submit(few)
+    engine = native(tiny(), max_num_seqs=3)
+    engine.submit(FEW)
     engine.poll(0.0)
     assert engine._store.cache.blocks == 2 * 2
-    engine.submit(large)  # the first two are still running, and continue in the larger cache
+    engine.submit(LARGE)  # the first two are still running, and continue in the larger cache
     samples = drain(engine)
     assert engine._store.cache.blocks == 3 * 5
-    assert tokens(samples[each.id] for each in few) == tokens(generate(native(tiny()), few))
+    assert tokens(samples[each.id] for each in FEW) == tokens(generate(native(tiny()), FEW))
 
 
 def test_the_use_of_the_cache_does_not_depend_on_what_was_asked_before(tiny):
-    few, large = few_and_large()
     found = []
-    for before in ([], large):
+    for before in ([], LARGE):
         engine = native(tiny(), max_num_seqs=3)
         written_by(engine, before)
         engine.update_weights(SharedModule(tiny()), 1)
         engine.stats()
-        written_by(engine, few)
+        written_by(engine, FEW)
         found.append(engine.stats())
-    assert found[0] == found[1]
-    assert found[0]["cache_use"] == 1
+    assert found[0] == found[1] and found[0]["cache_use"] == 1
 
 
 def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
@@ -116,14 +108,12 @@ def test_cache_too_small_for_one_sequence_says_what_fits(tiny, monkeypatch):
     engine = native()  # it does not know the model yet
     engine.submit([asked])
     engine.update_weights(SharedModule(tiny()), 0)
-    with pytest.raises(EngineError, match=r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens"):
-        engine.poll(1.0)
+    refused(EngineError, lambda: engine.poll(1.0), r"(?s)gpu_memory_utilization.*8 blocks.*96 tokens")
     engine.abort([asked.id])
     engine.sleep()
 
 
 def test_a_request_that_no_block_override_can_hold_harms_no_other(tiny):
-    """No request of this call is queued, with weights or without."""
     good, bad = request("a", prompt=9, max_tokens=8), request("b", prompt=90, max_tokens=8)
     for model in (tiny(), None):
         engine = native(model, num_gpu_blocks_override=2)
@@ -162,10 +152,9 @@ def test_a_cache_that_cannot_grow_beside_itself(tiny, monkeypatch, prompt, block
 
 
 def test_abort_loses_nothing_that_has_finished_meanwhile(tiny):
-    """The last token is drawn but not accepted yet when the request is aborted."""
     engine, asked = native(tiny(), run_ahead=True), request(max_tokens=1)
     engine.submit([asked])
-    engine.poll(0.0)
+    engine.poll(0.0)  # the last token is drawn but not accepted yet
     [sample] = engine.abort([asked.id], keep_partial=True)
     assert (len(sample.token_ids), sample.finish_reason) == (1, "length")
     assert engine.pending() == 0 and engine.poll(0.0) == []
@@ -194,18 +183,15 @@ def test_a_step_that_failed_is_taken_back(tiny, make_requests, run_ahead):
     assert tokens(samples[each.id] for each in requests) == tokens(generate(native(model), requests))
 
 
-def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests):
-    engine, requests = native(tiny()), make_requests(3)
-    generate(engine, requests)
-    cache = weakref.ref(engine._store.cache)
-    engine.sleep(["kv_cache"])
-    gc.collect()
-    assert cache() is None
-    generate(engine, requests)
+@pytest.mark.parametrize("tag", ["kv_cache", "weights"])
+def test_sleep_gives_back_what_it_is_told_to(tiny, make_requests, tag):
+    engine = native(tiny())
+    generate(engine, make_requests(3))
     cache, runner = weakref.ref(engine._store.cache), weakref.ref(engine._steps.runner)
-    engine.sleep(["weights"])
+    engine.sleep([tag])
     gc.collect()
-    assert cache() is not None and runner() is None and engine._source is None
+    assert (cache() is None, runner() is None) == (tag == "kv_cache", tag == "weights")
+    assert tag == "kv_cache" or engine._source is None
 
 
 def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
@@ -213,8 +199,7 @@ def test_weights_of_another_model_need_an_idle_engine(tiny, make_requests):
     generate(engine, requests)
     engine.submit(requests)
     engine.poll(0.0)
-    with pytest.raises(EngineError, match="another model"):
-        engine.update_weights(SharedModule(tiny("qwen3")), 1)
+    refused(EngineError, lambda: engine.update_weights(SharedModule(tiny("qwen3")), 1), "another model")
     drain(engine)
     engine.update_weights(SharedModule(tiny("qwen3")), 1)
     assert tokens(generate(engine, requests)) == tokens(generate(native(tiny("qwen3")), requests))
@@ -230,10 +215,8 @@ def sharded(model):
     return model
 
 
-@pytest.mark.parametrize("runner", ["fused", "module"])
-def test_module_under_fsdp(tiny, make_requests, runner):
-    requests = make_requests(5, max_tokens=10)
-    runs = [tokens(generate(native(model, runner=runner), requests)) for model in (tiny(), sharded(tiny()))]
+def test_the_fused_runner_under_fsdp(tiny, make_requests):
+    runs = [tokens(generate(native(model), make_requests(5))) for model in (tiny(), sharded(tiny()))]
     assert runs[0] == runs[1]
 
 
@@ -248,8 +231,8 @@ def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests
     model, other = sharded(tiny()), tiny()
     hooks = hooks_of(model)
     assert sum(len(before) + len(after) for before, after in hooks) == 2 * 3
-    generate(native(model, runner="module"), make_requests(3))
-    assert not calls
+    runs = [generate(native(each, runner="module"), make_requests(5)) for each in (model, other)]
+    assert tokens(runs[0]) == tokens(runs[1]) and not calls
     assert hooks == hooks_of(model)
     ids = torch.arange(1, 9)[None]
     for each in (model, other):
@@ -260,7 +243,6 @@ def test_fsdp_takes_no_part_in_a_step_and_is_back_afterwards(tiny, make_requests
 
 
 def test_a_phase_is_the_same_whatever_ran_before_it():
-    """The results are bitwise equal, with and without a cache that was freed in between."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2)).eval()

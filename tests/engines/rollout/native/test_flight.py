@@ -1,5 +1,3 @@
-"""Tests of the data that a step sends to the device and fetches from it."""
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from tests.engines.rollout.case import native, request
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_a_step_that_decodes_takes_one_copy(tiny, monkeypatch, run_ahead):
-    """When sequences have ended, the parameters of the remaining rows are the only further copy."""
     sent, uploads = [], []
     send, upload = devices.to_device, devices.upload
     monkeypatch.setattr(plan_module, "to_device", lambda *args: (sent.append(1), send(*args))[1])

@@ -1,7 +1,4 @@
-"""Tests of `GraphedRunner`.
-
-The capture runs the work on the fixed buffers each time, as a graph does.
-"""
+"""Tests of `GraphedRunner`. The capture runs the work on the fixed buffers each time, as a graph does."""
 
 from dataclasses import replace
 
@@ -55,7 +52,6 @@ class Made:
         return again
 
     def check(self, step, tolerance=1e-10):
-        """Check that a step has the logits of the plain runner, and leaves the same in the cache."""
         logits = self.graphed.forward(step, self.attention)
         with torch.inference_mode():
             expected = self.runner.forward(step, self.plain)
@@ -97,8 +93,6 @@ def test_a_capture_that_fails_leaves_a_plain_runner(runner):
 
 
 def test_sizes():
-    assert graph_sizes(1) == (1,)
-    assert graph_sizes(6) == (1, 2, 4, 6)
-    assert graph_sizes(16) == (1, 2, 4, 8, 16)
-    assert graph_sizes(40) == (1, 2, 4, 8, 16, 32, 40)
+    assert graph_sizes(1) == (1,) and graph_sizes(6) == (1, 2, 4, 6)
+    assert graph_sizes(16) == (1, 2, 4, 8, 16) and graph_sizes(40) == (1, 2, 4, 8, 16, 32, 40)
     assert graph_sizes(512) == graph_sizes(4096) == (1, 2, 4, 8, *range(16, 513, 16))

@@ -1,5 +1,3 @@
-"""Tests of the memory for the cache: its share of a device, and the message about it."""
-
 import os
 
 import pytest
@@ -13,6 +11,7 @@ from tandem.errors import EngineError
 from tandem.memory import host as host_memory
 from tandem.memory.cache import DeviceMemory
 from tests.engines.rollout.case import CPU
+from tests.support.refusing import refused
 
 CUDA = torch.device("cuda", 0)
 GIB = 2**30
@@ -22,7 +21,6 @@ KEYS = "actor_rollout_ref.rollout."
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """Write the kernel's files as on a host with 8 GiB available and no limit."""
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n")
     monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
@@ -32,7 +30,6 @@ def host(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Return the memory of a device in GiB, which the test may change."""
     at = {"total": 80, "held": 20, "others": 0}
     free = lambda _: ((at["total"] - at["held"] - at["others"]) * GIB, at["total"] * GIB)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "mem_get_info", free)
@@ -61,44 +58,29 @@ def test_more_than_is_free_is_refused(host):
     room = CacheRoom(CPU, 0.5, 16)
     room.check_free(8 * GIB)
     assert room.is_free(8 * GIB) and not room.is_free(8 * GIB + 1)
-    with pytest.raises(EngineError, match=r"8,192.0 MiB free") as caught:
-        room.check_free(8 * GIB + 1)
-    assert caught.value.field == KEYS + "gpu_memory_utilization"
-    assert "max_num_seqs" in caught.value.remedy
+    error = refused(EngineError, lambda: room.check_free(8 * GIB + 1), r"8,192.0 MiB free")
+    assert error.field == KEYS + "gpu_memory_utilization" and "max_num_seqs" in error.remedy
     limit(host, 6 * GIB, 5 * GIB, GIB)
     room.check_free(2 * GIB)
-    with pytest.raises(EngineError, match=r"2,048.0 MiB free"):
-        room.check_free(2 * GIB + 1)
+    refused(EngineError, lambda: room.check_free(2 * GIB + 1), r"2,048.0 MiB free")
+    fixed = CacheRoom(CPU, 0.5, 16, fixed=10**9)
+    error = refused(EngineError, lambda: fixed.check_free(10**9 * GIB))
+    assert error.field == KEYS + "num_gpu_blocks_override"
+    assert "stop other programs" in error.remedy and "max_num_seqs" not in error.remedy
 
 
-def test_an_override_that_is_not_free_is_what_is_named(host):
-    with pytest.raises(EngineError) as caught:
-        CacheRoom(CPU, 0.5, 16, fixed=10**9).check_free(10**9 * GIB)
-    assert caught.value.field == KEYS + "num_gpu_blocks_override"
-    assert "stop other programs" in caught.value.remedy and "max_num_seqs" not in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("asked", "rows", "held", "wanted"),
-    [
-        ([3, 4, 5], 10, 0, 12),
-        ([3, 4, 5], 2, 0, 10),
-        ([60, 70], 10, 0, 100),
-        ([3, 4, 5], 10, 11, 22),
-        ([3, 4, 5], 10, 12, 12),
-        ([60, 70], 10, 90, 100),
-    ],
-)
+@pytest.mark.parametrize(("asked", "rows", "held", "wanted"), [
+    ([3, 4, 5], 10, 0, 12), ([3, 4, 5], 2, 0, 10), ([60, 70], 10, 0, 100), ([3, 4, 5], 10, 11, 22),
+    ([3, 4, 5], 10, 12, 12), ([60, 70], 10, 90, 100),
+])  # fmt: skip
 def test_as_many_blocks_as_are_asked_for_or_may_be_had(monkeypatch, asked, rows, held, wanted):
     monkeypatch.setattr(memory, "cache_budget", lambda device, share, weights: 100 * 7)
     assert CacheRoom(CPU, 0.5, 16).wanted(asked, rows, held, per_block=7) == wanted
     assert CacheRoom(CPU, 0.5, 16, fixed=33).wanted([3, 4], 10, 0, per_block=7) == 33
-    with pytest.raises(EngineError, match="1600 tokens"):
-        CacheRoom(CPU, 0.5, 16).wanted([3, 101], 10, 0, per_block=7)
+    refused(EngineError, lambda: CacheRoom(CPU, 0.5, 16).wanted([3, 101], 10, 0, per_block=7), "1600 tokens")
 
 
 def test_a_device_full_of_the_process_itself_says_so(cuda):
-    """The trainer already holds more than the cache's share."""
     cuda |= {"total": 40, "held": 39}
     with pytest.raises(EngineError, match=r"0.5: 0.0 MiB .*39,936.0 MiB that this process") as caught:
         CacheRoom(CUDA, 0.5, 16).check_longest(4, 2**20)
@@ -113,8 +95,7 @@ def test_all_ranks_decide_by_the_one_with_least(host):
 
     room = CacheRoom(CPU, 0.5, 16, split=Least(0, 2))
     assert room.is_free(GIB) and not room.is_free(GIB + 1)
-    with pytest.raises(EngineError, match=r"1,024.0 MiB free"):
-        room.check_free(GIB + 1)
+    refused(EngineError, lambda: room.check_free(GIB + 1), r"1,024.0 MiB free")
     assert room.most(2**20) == 1024
 
 
@@ -133,8 +114,7 @@ def test_copies_of_weights_are_made_where_they_leave_the_cache_its_need(cuda):
     assert wanted.bytes <= 52 * GIB < wanted.bytes + GIB
     assert room.copies_pay(4 * GIB, wanted, returned=False)  # 80 - 20 - 4 - 4 = 52
     assert not room.copies_pay(5 * GIB, wanted, returned=False)
-    assert room.copies_pay(5 * GIB, wanted, returned=True)
-    assert room.copies_pay(5 * GIB, None, returned=False)
+    assert room.copies_pay(5 * GIB, wanted, returned=True) and room.copies_pay(5 * GIB, None, returned=False)
     cuda["others"] = 56
     assert not room.copies_pay(5 * GIB, wanted, returned=True)
     assert not CacheRoom(CPU, None, 16).copies_pay(1, None, returned=True)
@@ -156,13 +136,12 @@ H100 = 85_029_158_912  # bytes that the driver reports for an 80 GB device
 NEED = CacheDemand(256, 7680, 480, 16 * PER_TOKEN, 16)
 
 
-def trained(parameter_bytes: int, total: int = H100) -> DeviceMemory:
-    """Return a device that holds the training state and the rollout's bf16 copy."""
+def trained(parameter_bytes, total=H100):
     weights = 2 * PARAMETERS
     return DeviceMemory(total, parameter_bytes * PARAMETERS + weights, weights)
 
 
-def told(memory: DeviceMemory, utilization: float) -> str:
+def told(memory, utilization):
     return cache_message(NEED, memory.cache(utilization) // (16 * PER_TOKEN), memory, utilization)
 
 
@@ -174,19 +153,15 @@ def test_the_share_counts_what_the_rollout_holds_alone_and_takes_no_more_than_is
     assert DeviceMemory(10 * GIB, 1 * GIB, GIB).cache(1.0) == 7 * GIB  # 2 GiB are reserved
 
 
-def test_256_sequences_fit_by_default_beside_fp32_weights_and_adam():
+def test_a_share_that_is_too_small_is_told_with_the_one_that_is_not():
+    """By default, 256 sequences fit beside fp32 weights and Adam."""
     memory = trained(12)
     assert NEED.bytes == 256 * 7680 * 28 * 1024 == 52.5 * GIB <= memory.cache(0.9)
     text = told(memory, 0.9)
-    assert text.startswith("cache: 1,966,080 tokens (52.5 GiB)") and text.endswith("which is max_num_seqs")
+    assert "1,966,080 tokens (52.5 GiB)" in text and text.endswith("which is max_num_seqs")
     assert "256 sequences of 7,680 tokens" in text
-
-
-def test_a_share_that_is_too_small_is_told_with_the_one_that_is_not():
-    memory = trained(12)
     text = told(memory, 0.5)
-    assert text.startswith("cache: 1,2")
-    assert "159 sequences of 7,680" in text and "max_num_seqs is 256" in text
+    assert "cache: 1,2" in text and "159 sequences of 7,680" in text and "max_num_seqs is 256" in text
     remedy = float(text.rsplit(" ", 1)[1])
     assert text.endswith(f"; raise gpu_memory_utilization to {remedy}")
     assert memory.cache(remedy) >= NEED.bytes > memory.cache(remedy - 0.01)
@@ -205,13 +180,10 @@ def test_what_training_holds_is_named_where_it_is_in_the_way():
     assert freed.cache(freed.utilization_for(NEED.bytes)) >= NEED.bytes
 
 
-def test_what_no_share_can_hold_is_told():
+def test_what_no_share_can_hold_and_a_number_of_blocks_set_by_hand_are_told():
     text = told(trained(0, 24 * GIB), 0.9)
     most = (24 * GIB - 2 * PARAMETERS - 2 * GIB) // (480 * 16 * PER_TOKEN)
     assert f"can hold at most {most}" in text and "more devices" in text
-
-
-def test_a_number_of_blocks_set_by_hand():
     text = cache_message(CacheDemand(8, 100, 7, 16 * PER_TOKEN, 16), 20, None, 0.9)
     assert "2 sequences of 100 tokens" in text and "max_num_seqs is 8" in text
     assert text.endswith("raise num_gpu_blocks_override")

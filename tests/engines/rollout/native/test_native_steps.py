@@ -1,7 +1,4 @@
-"""Tests of graphs across weight versions.
-
-Work that runs again replaces captured graphs, and the memory keeps its addresses as on CUDA.
-"""
+"""Graphs across weight versions. Work that runs again at the same addresses replaces captured graphs."""
 
 import gc
 import weakref
@@ -88,16 +85,13 @@ def make(*, copies=True, **options):
 
 
 def alone(module, requests):
-    """Return what a fresh engine without graphs or copies generates."""
     return tokens(generate(native(module), requests))
 
 
 def check(engine, source, module, version, requests):
-    """Give the engine weights, which are those of the module. It then writes what they give."""
     expected = alone(module, requests)
     held = digest(module.named_parameters())
-    assert engine.update_weights(source, version) == held
-    assert tokens(generate(engine, requests)) == expected
+    assert engine.update_weights(source, version) == held and tokens(generate(engine, requests)) == expected
     return expected
 
 
@@ -105,7 +99,6 @@ def check(engine, source, module, version, requests):
 def test_nothing_is_captured_again_through_sleep_and_new_weights(
     name, tiny, make_requests, captures, regions
 ):
-    """The module's own memory is freed after copying, and comes back elsewhere with other weights."""
     requests, engine, written, sizes = make_requests(20, 2), make(max_num_seqs=8), [], []
     for version in range(3):
         mine, same = (changed(tiny(name, torch.float64), version) for _ in range(2))
@@ -127,29 +120,23 @@ def test_nothing_is_captured_again_through_sleep_and_new_weights(
     assert captures.replays > 3 * 20
 
 
-def keeps_graphs_as_weights_change(engine, module, requests, captures):
-    sizes = []
-    for version in range(3):
-        check(engine, SharedModule(changed(module, version)), module, version, requests)
-        sizes = sizes or list(captures.sizes)
-    assert captures.sizes == sizes
-    return sizes
-
-
-def test_weights_updated_in_place_keep_their_graphs(tiny, make_requests, captures, regions, monkeypatch):
+@pytest.mark.parametrize("runner", ["fused", "module"])
+def test_weights_updated_in_place_keep_their_graphs(
+    runner, tiny, make_requests, captures, regions, monkeypatch
+):
     """Without copies the module's own weights are read. Norms per head are joined in the runner's memory."""
     monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
-    model = tiny("qwen3", torch.float64)
-    keeps_graphs_as_weights_change(make(copies=False), model, make_requests(12, 2), captures)
-
-
-def test_the_module_runner_keeps_graphs_too(model, make_requests, captures, regions):
-    requests, engine = make_requests(12, 2), make(runner="module")
-    sizes = keeps_graphs_as_weights_change(engine, model, requests, captures)
-    for parameter in model.parameters():  # as when FSDP gathers them again
-        parameter.data = parameter.data.clone()
-    check(engine, SharedModule(model), model, 3, requests)
-    assert len(captures.sizes) == 2 * len(sizes)
+    model, requests, sizes = tiny("qwen3", torch.float64), make_requests(12, 2), []
+    engine = make(copies=False, runner=runner)
+    for version in range(3):
+        check(engine, SharedModule(changed(model, version)), model, version, requests)
+        sizes = sizes or list(captures.sizes)
+    assert captures.sizes == sizes
+    if runner == "module":
+        for parameter in model.parameters():  # as when FSDP gathers them again
+            parameter.data = parameter.data.clone()
+        check(engine, SharedModule(model), model, 3, requests)
+        assert len(captures.sizes) == 2 * len(sizes)
 
 
 @pytest.mark.parametrize("moved", ["weights", "cache"])
@@ -194,8 +181,7 @@ def test_a_cache_that_grows_or_cannot_be_taken_again_is_another(model, make_requ
         check(engine, SharedModule(model), model, version, requests)
         caches.append(engine._store.cache)
         engine.sleep()
-    assert caches[1].blocks > caches[0].blocks == caches[3].blocks
-    assert caches[2] is caches[1]
+    assert caches[1].blocks > caches[0].blocks == caches[3].blocks and caches[2] is caches[1]
 
 
 def test_a_cache_that_is_replaced_is_freed_first(model, make_requests, regions, monkeypatch):
@@ -229,7 +215,6 @@ def test_a_stream_fills_the_copies_in_place(model, make_requests, captures, regi
 
 
 def test_weights_change_under_running_sequences(model, tiny, captures, regions):
-    """The keys and values of running sequences stay, and so do the graphs."""
     second, written = changed(tiny("qwen2", torch.float64), 3), []
     for engine in (make(), native()):
         engine.update_weights(SharedModule(model), 0)

@@ -1,7 +1,4 @@
-"""Tests of the order of work: the plans of an engine whose blocks have 4 tokens.
-
-`test_stress` shows that every load is computed right.
-"""
+"""Tests of the plans of an engine whose blocks have 4 tokens."""
 
 import numpy as np
 import pytest
@@ -37,10 +34,6 @@ def step(engine, *requests):
     return [sample.uid for sample in engine.poll(0.0)]
 
 
-def counts(engine):
-    return [plan.counts.tolist() for plan in engine.plans]
-
-
 def prefilled(engine):
     return sum(int(plan.counts[plan.decoding :].sum()) for plan in engine.plans)
 
@@ -68,8 +61,7 @@ def test_samples_wait_for_a_prompt_in_chunks(make):
     engine = make(100, *requests, max_num_batched_tokens=6)
     finish(engine)
     plans = [(plan.counts.tolist(), len(plan.sampled)) for plan in engine.plans[:3]]
-    assert plans == [([6], 0), ([6], 0), ([4], 4)]
-    assert prefilled(engine) == 16
+    assert plans == [([6], 0), ([6], 0), ([4], 4)] and prefilled(engine) == 16
 
 
 def test_the_budget_goes_to_decoding_first(make):
@@ -79,7 +71,7 @@ def test_the_budget_goes_to_decoding_first(make):
     step(engine, request("c", prompt=10), request("d", prompt=[3]))
     step(engine)
     step(engine)
-    assert counts(engine)[1:] == [[1, 1, 4], [1, 1, 4], [1, 1, 2, 1]]
+    assert [plan.counts.tolist() for plan in engine.plans[1:]] == [[1, 1, 4], [1, 1, 4], [1, 1, 2, 1]]
 
 
 def test_a_long_prompt_runs_alone_when_chunks_are_off(make):
@@ -95,7 +87,6 @@ def test_a_long_prompt_runs_alone_when_chunks_are_off(make):
     [(99, False, True, 4), (99, False, False, 0), (99, True, True, 0), (2, True, True, 0)],
 )
 def test_what_is_found_again(make, tiny, steps, forgets, caching, cached):
-    """A prompt that is known whole computes its last block. Sequences that run leave mixed blocks."""
     engine = make(100, request("a", prompt=8, max_tokens=9), enable_prefix_caching=caching)
     while engine.pending() and steps:
         step(engine)
@@ -108,19 +99,16 @@ def test_what_is_found_again(make, tiny, steps, forgets, caching, cached):
     assert (engine.stats()["cached_prefix_tokens"], prefilled(engine)) == (cached, 16 - cached)
 
 
-def test_the_youngest_gives_way_and_comes_back_first(make, tiny):
+def test_the_youngest_gives_way_and_comes_back_first(make):
     requests = [request(uid, prompt=[i, i, i], max_tokens=17) for i, uid in enumerate("012")]
-    engine, late, order = make(6, *requests, enable_prefix_caching=False), request("late", max_tokens=17), []
-    order += step(engine)
-    order += step(engine, late)
+    engine = make(6, *requests, enable_prefix_caching=False)
+    order = step(engine) + step(engine, request("late", max_tokens=17))
     while engine.pending():
         order += step(engine)
-    assert engine.stats()["preemptions"] > 0
-    assert order == ["0", "1", "2", "late"]
+    assert engine.stats()["preemptions"] > 0 and order == ["0", "1", "2", "late"]
 
 
 def test_a_sequence_starts_only_if_those_that_run_can_go_on(make):
-    """There are five blocks. Each of three sequences needs one now and will need a second one."""
     engine = make(5, *(request(str(i), prompt=[i, 1, 2], max_tokens=5) for i in range(3)))
     step(engine)
     assert len(engine.plans[0].sampled) == 2
@@ -133,5 +121,4 @@ def test_requests_wait_for_a_sixteenth_of_the_rows(make):
     engine = make(1000, *requests, max_num_seqs=32)
     finish(engine)
     admitted = [len(plan.counts) - plan.decoding for plan in engine.plans]
-    assert admitted[0] == 32
-    assert min(count for count in admitted[1:] if count) == 2
+    assert admitted[0] == 32 and min(count for count in admitted[1:] if count) == 2

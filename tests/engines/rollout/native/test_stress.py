@@ -1,5 +1,3 @@
-"""Hundreds of random requests, with aborts, on a very small cache. `make stress` runs thousands."""
-
 import numpy as np
 import pytest
 import torch
@@ -15,25 +13,19 @@ def case(dtype, count, options, *marks):
     return pytest.param(dtype, count, options, marks=marks, id=",".join(names))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "count", "options"),
-    [
-        case(torch.float64, 50, AHEAD | GRAPHS),
-        case(torch.float64, 50, GRAPHS),
-        case(torch.float32, 50, {}),
-        case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}),
-        case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}),
-        case(torch.float64, 50, {"enable_prefix_caching": False}),
-        case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
-        case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
-        case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
-        case(torch.float64, 100, {}, pytest.mark.slow),
-        case(torch.float64, 50, AHEAD, pytest.mark.slow),
-        case(torch.float64, 10_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
-        case(torch.float32, 10_000, {}, pytest.mark.slow, pytest.mark.timeout(1800)),
-        case(torch.float32, 1_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "count", "options"), [
+    case(torch.float64, 50, AHEAD | GRAPHS), case(torch.float64, 50, GRAPHS), case(torch.float32, 50, {}),
+    case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}),
+    case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}),
+    case(torch.float64, 50, {"enable_prefix_caching": False}),
+    case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
+    case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
+    case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
+    case(torch.float64, 100, {}, pytest.mark.slow), case(torch.float64, 50, AHEAD, pytest.mark.slow),
+    case(torch.float64, 10_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
+    case(torch.float32, 10_000, {}, pytest.mark.slow, pytest.mark.timeout(1800)),
+    case(torch.float32, 1_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
+])  # fmt: skip
 def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
     requests = stress.random_requests(count, seed=1)
     module = stress.build_model(dtype)
@@ -46,7 +38,6 @@ def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
 
 
 def test_a_tie_is_told_from_a_mistake():
-    """Greedy sampling over two equal logits is a tie. Over different logits it is not."""
     exact, greedy, nothing = stress.build_model(torch.float64), {"temperature": 0.0}, np.zeros(0, np.int64)
     with torch.no_grad():
         logits_V = exact(torch.tensor([[1, 2, 3]])).logits[0, -1]

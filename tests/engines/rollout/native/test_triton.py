@@ -1,8 +1,3 @@
-"""Tests of what only Triton's attention has, and of its ops against `TorchOps` in float64.
-
-`test_paged_attention` compares the attention with the reference, and says where these tests run.
-"""
-
 import pytest
 import torch
 
@@ -44,17 +39,10 @@ def test_queries_need_be_neither_contiguous_nor_of_the_caches_type():
     torch.testing.assert_close(out, attention.attend(0, half.step, query.half()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("programs", "columns", "splits"),
-    [
-        (1, 64 * 1024, 64),
-        (128, 16 * 1024, 4),
-        (528, 16 * 1024, 1),
-        (2048, 16 * 1024, 1),
-        (8, 1024, 4),
-        (8, 128, 1),
-    ],
-)
+@pytest.mark.parametrize(("programs", "columns", "splits"), [
+    (1, 64 * 1024, 64), (128, 16 * 1024, 4), (528, 16 * 1024, 1), (2048, 16 * 1024, 1), (8, 1024, 4),
+    (8, 128, 1),
+])  # fmt: skip
 def test_splits_fill_the_processors_and_none_is_short(programs, columns, splits):
     assert split_count(programs=programs, columns=columns, processors=132) == splits
 
@@ -71,7 +59,6 @@ def test_float64_is_refused():
 
 
 def test_the_engine_writes_the_same_over_it(tiny, prompts):
-    """Covers chunked prompts, shared prefixes, steps that mix prompts and decoding, and pure decoding."""
     requests = [request(f"p{i}", 0, prompts[i % 4], max_tokens=3 + i, temperature=0.0) for i in range(6)]
     options = {"device": DEVICE, "max_length": 64, "max_num_seqs": 4, "max_num_batched_tokens": 24}
     module = tiny("mistral_window").to(DEVICE)

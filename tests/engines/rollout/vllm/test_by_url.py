@@ -1,5 +1,3 @@
-"""Tests of both engines on real vLLM servers that were started elsewhere. See `make test-vllm`."""
-
 import os
 import signal
 import time
@@ -26,6 +24,7 @@ from tests.contract.world import VOCABULARY
 from tests.engines.rollout.case import CPU, stream, tokens
 from tests.engines.rollout.vllm.models import build, check_samples, check_update, make_requests, save
 from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, serving
+from tests.support.refusing import refused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -62,14 +61,11 @@ def test_weights_arrive_over_the_network_again_and_again_and_mend_what_was_refus
     engine = connect(folder, servers[0])
     assert isinstance(engine, VLLMServerEngine) and engine.takes == {WeightStream}
     engine._bucket_bytes = 20_000  # some buckets then hold one tensor, and some several
-    with pytest.raises(EngineError, match="no weights"):
-        engine.submit(make_requests(1))
+    refused(EngineError, lambda: engine.submit(make_requests(1)), "no weights")
     for version in (1, 2):
         check_update(engine, build(seed=version), version)
-    with pytest.raises(EngineError, match="refused"):
-        engine.update_weights(stream(build("qwen3")), 3)
-    with pytest.raises(EngineError, match="no weights"):
-        engine.submit(make_requests(1))
+    refused(EngineError, lambda: engine.update_weights(stream(build("qwen3")), 3), "refused")
+    refused(EngineError, lambda: engine.submit(make_requests(1)), "no weights")
     check_update(engine, build(seed=3), 4)
     engine.close()
 
@@ -77,12 +73,11 @@ def test_weights_arrive_over_the_network_again_and_again_and_mend_what_was_refus
 def test_each_worker_of_a_server_over_two_devices_takes_its_part_of_the_weights(folder):
     (folder / "neutral").mkdir()
     (folder / "neutral" / "generation_config.json").write_text("{}")
-    options = (
-        "--tensor-parallel-size 2 --max-model-len 96 --max-num-seqs 8 --load-format dummy "
-        "--kv-cache-memory-bytes 4000000 --skip-tokenizer-init --enable-scale-out "
-        "--logprobs-mode processed_logprobs --worker-extension-cls "
-        "tandem.engines.rollout.vllm.worker.WorkerExtension "
-        f"--generation-config {folder / 'neutral'}"
+    extension = "tandem.engines.rollout.vllm.worker.WorkerExtension"
+    options = "--tensor-parallel-size 2 --max-model-len 96 --max-num-seqs 8 --load-format dummy "
+    options += "--kv-cache-memory-bytes 4000000 --skip-tokenizer-init --enable-scale-out --logprobs-mode "
+    options += (
+        f"processed_logprobs --worker-extension-cls {extension} --generation-config {folder / 'neutral'}"
     )
     limits = {"max_length": 96, "max_num_seqs": 8, "bucket_bytes": 20_000}
     with serving(folder, *options.split(), environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) as url:
@@ -106,22 +101,18 @@ def test_several_servers_and_one_that_vanishes_while_weights_are_sent(folder, se
 
     alone, began = connect(folder, servers[1]), time.monotonic()
     alone._bucket_bytes = 20_000
-    with pytest.raises(ServerLost) as caught:
-        alone.update_weights(stream(build(seed=5), dies), 2)
+    error = refused(ServerLost, lambda: alone.update_weights(stream(build(seed=5), dies), 2))
     assert time.monotonic() - began < 60
-    assert servers[1].url in str(caught.value.got)
+    assert servers[1].url in str(error.got)
     alone.close()
     check_update(engine, build(seed=5), 2)  # the other server continues
     engine.close()
 
 
-MODEL = {"seed": 9}
-
-
 @pytest.fixture(scope="module", params=["processed_logprobs", "raw_logprobs"])
 def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    save(build(**MODEL), folder)
+    save(build(seed=9), folder)
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     with serving(folder, "--max-model-len", "96", "--logprobs-mode", request.param) as url:
@@ -131,35 +122,22 @@ def engine(request, tmp_path_factory):
         made.close()
 
 
-def test_samples_of_the_model_as_it_is(engine):
-    """The generation config in the model's folder is ignored."""
-    requests = make_requests(6, n=2, temperature=1.0, max_tokens=20)
+def test_samples_of_the_model_and_of_other_distributions_where_the_server_tells_of_them(engine):
+    requests, model = make_requests(6, n=2, temperature=1.0, max_tokens=20), build(seed=9)
     samples = generate(engine, requests)
-    check_samples(build(**MODEL), requests, samples)
+    check_samples(model, requests, samples)
     assert {(len(sample.token_ids), sample.finish_reason) for sample in samples} == {(20, "length")}
     assert len({tuple(written) for written in tokens(samples)}) == 12
-
-
-def test_other_distributions_where_the_server_tells_of_them(engine):
+    check_abort_ends_on_the_server(engine)
     requests = make_requests(4, temperature=0.6)
     if engine.raw:
-        with pytest.raises(EngineError, match="another distribution") as caught:
-            generate(engine, requests)
-        assert "--logprobs-mode processed_logprobs" in caught.value.remedy
+        error = refused(EngineError, lambda: generate(engine, requests), "another distribution")
+        assert "--logprobs-mode processed_logprobs" in error.remedy
         return
-    check_samples(build(**MODEL), requests, generate(engine, requests))
+    check_samples(model, requests, generate(engine, requests))
     one = generate(engine, make_requests(3, temperature=0.6, top_k=1, max_tokens=8))
     assert tokens(one) == tokens(generate(engine, make_requests(3, temperature=0.0, max_tokens=8)))
     np.testing.assert_allclose(np.concatenate([sample.log_probs for sample in one]), 0.0, atol=1e-6)
-
-
-def test_stop_tokens_end_a_response_and_belong_to_it(engine):
-    [whole] = tokens(generate(engine, make_requests(1, temperature=0.0, max_tokens=20)))
-    stop = whole[5]
+    stop = int(one[0].token_ids[5])
     [cut] = generate(engine, make_requests(1, temperature=0.0, max_tokens=20, stop_token_ids=(stop,)))
-    assert cut.token_ids.tolist() == whole[: whole.index(stop) + 1]
-    assert cut.finish_reason == "stop"
-
-
-def test_an_aborted_request_ends_there_too(engine):
-    check_abort_ends_on_the_server(engine)
+    assert cut.finish_reason == "stop" and cut.token_ids.tolist().index(stop) == len(cut.token_ids) - 1

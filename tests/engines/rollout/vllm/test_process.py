@@ -1,13 +1,15 @@
-"""Tests of a server that is started here: proxies, its log, and the parameters sent to vLLM."""
-
 import sys
+import time
 
 import pytest
 
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.vllm.process import VLLMProcess, sampling
-from tests.engines.rollout.case import request
+from tandem.engines.rollout.vllm.process import VLLMProcess, sampling, serve
+from tandem.errors import ConfigError, EngineError
+from tests.engines.rollout.case import CPU, request
+from tests.engines.rollout.vllm.models import build
 from tests.engines.rollout.vllm.serving import free_port
+from tests.support.refusing import refused
 
 
 @pytest.fixture
@@ -33,21 +35,16 @@ def test_no_proxy_is_asked_for_a_server_on_this_machine(start, monkeypatch):
     start().close()
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_temporary_log_goes_with_the_server(start, keeps):
+@pytest.mark.parametrize(("keeps", "killed"), [(True, False), (False, False), (False, True)])
+def test_a_temporary_log_goes_with_a_server_that_did_not_fail(start, keeps, killed):
     process = start(keeps_log=keeps)
     assert process.log.exists()
+    if killed:
+        process._process.kill()
+        process._process.wait(10)
     process.close()
     process.close()
-    assert process.log.exists() is process.log.parent.exists() is keeps
-
-
-def test_the_log_of_a_server_that_failed_is_kept(start):
-    process = start(keeps_log=False)
-    process._process.kill()
-    process._process.wait(10)
-    process.close()
-    assert process.log.exists()
+    assert process.log.exists() is process.log.parent.exists() is (keeps or killed)
 
 
 def test_every_parameter_is_asked_for_by_the_name_that_vllm_has():
@@ -56,5 +53,18 @@ def test_every_parameter_is_asked_for_by_the_name_that_vllm_has():
     asked = request(**same, stop_token_ids=(7, 8), stop=("x",), logit_bias=((3, 1.5),), seed=4)
     lists = {"stop_token_ids": [7, 8], "logit_bias": {3: 1.5}, "seed": seed_of(asked)}
     fixed = {"ignore_eos": True, "logprobs": 0, "detokenize": False, "top_k": 0}  # keeps all tokens
-    assert sampling(asked) == same | lists | fixed
-    assert "logit_bias" not in sampling(request())
+    assert sampling(asked) == same | lists | fixed and "logit_bias" not in sampling(request())
+
+
+def test_a_server_that_never_answers_is_ended(tmp_path):
+    log, options = tmp_path / "log", {"environment": {}, "start_timeout_s": 0.5}
+    started, asleep = time.monotonic(), (["sleep", "600"], "http://127.0.0.1:9", log)
+    refused(EngineError, lambda: VLLMProcess(*asleep, **options), r"0\.5 s")
+    assert time.monotonic() - started < 15
+
+
+def test_without_vllm(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem.engines.rollout.vllm.process.find_spec", lambda _: None)
+    options = {"device": CPU, "max_length": 64, "log": tmp_path / "log"}
+    error = refused(ConfigError, lambda: serve(str(tmp_path), build().config, **options), "not installed")
+    assert "tandem[vllm]" in error.remedy

@@ -1,28 +1,24 @@
-"""Tests of the engine on a real vLLM server that it starts itself. See `make test-vllm`."""
-
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tandem.engines.rollout.http.connection import Server
-from tandem.engines.rollout.vllm.process import VLLMProcess, serve
+from tandem.engines.rollout.vllm.process import serve
 from tandem.engines.rollout.vllm.server import VLLMServerEngine
-from tandem.engines.weight_sync import Sent, WeightSyncError, check_arrival, digest
-from tandem.errors import ConfigError, EngineError
+from tandem.errors import EngineError
 from tests.contract.rollout import RolloutContract
 from tests.contract.world import EngineKind
 from tests.engines.rollout.case import CPU, request, stream, wait_for
 from tests.engines.rollout.vllm.models import build, check_update, make_requests, save
 from tests.engines.rollout.vllm.serving import check_abort_ends_on_the_server, running
+from tests.support.refusing import refused
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a starting server imports vLLM three times
 
@@ -55,44 +51,12 @@ def made(tmp_path_factory):
     engine.close()
 
 
-@pytest.fixture
-def engine(made):
+def test_refused_weights_leave_a_server_without_and_new_ones_mend_it(made):
     made.update_weights(stream(build()), 0)
-    return made
-
-
-def test_an_aborted_request_ends_on_the_server(engine):
-    check_abort_ends_on_the_server(engine)
-
-
-def test_a_weight_that_did_not_arrive_is_named(engine):
-    new, name = build(seed=5), "model.layers.0.self_attn.k_proj.weight"
-    old = dict(build().named_parameters())[name].detach()
-    held = engine.update_weights(stream(new, lambda at, t: old.clone() if at == name else t), 1)
-    sent, before = (Sent(v, digest(m.named_parameters())) for v, m in ((1, new), (0, build())))
-    with pytest.raises(WeightSyncError) as caught:
-        check_arrival(sent, held, engine="vllm", before=before)
-    assert caught.value.field == name
-    assert "still that of version 0" in caught.value.got
-
-
-def test_refused_weights_leave_a_server_without_and_new_ones_mend_it(engine):
-    with pytest.raises(EngineError, match="refused"):
-        engine.update_weights(stream(build("qwen3")), 1)
-    with pytest.raises(EngineError, match="no weights"):
-        engine.submit(make_requests(1))
-    check_update(engine, build(), 2)
-
-
-def test_a_server_with_other_log_probs_is_refused(engine, monkeypatch):
-    async def raw(*_: Any, **__: Any) -> Any:
-        return {"choices": [{"logprobs": {"content": [{"logprob": -1.5}]}}]}
-
-    monkeypatch.setattr(engine, "_connected", False)
-    monkeypatch.setattr(engine, "ask", raw)
-    with pytest.raises(EngineError, match="another distribution") as caught:
-        engine.submit(make_requests(1))
-    assert "processed_logprobs" in caught.value.remedy
+    check_abort_ends_on_the_server(made)
+    refused(EngineError, lambda: made.update_weights(stream(build("qwen3")), 1), "refused")
+    refused(EngineError, lambda: made.submit(make_requests(1)), "no weights")
+    check_update(made, build(), 2)
 
 
 def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
@@ -111,10 +75,9 @@ def test_a_server_killed_in_mid_generation_names_what_was_pending(made):
             os.killpg(group, signal.SIGCONT)
             made.poll(0.1)
     os.killpg(group, signal.SIGKILL)
-    with pytest.raises(EngineError, match="ended with status -9") as caught:
-        made.poll(30.0)
-    assert caught.value.field.startswith("3 requests pending, the first: request ('long', ")
-    assert "server.log" in caught.value.got
+    error = refused(EngineError, lambda: made.poll(30.0), "ended with status -9")
+    assert error.field.startswith("3 requests pending, the first: request ('long', ")
+    assert "server.log" in error.got
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):
@@ -123,20 +86,6 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
         serve(str(tmp_path), build().config, device=CPU, max_length=64, log=tmp_path / "log")
     assert "no such model" in (tmp_path / "log").read_text()
     assert caught.value.got.startswith(str(tmp_path / "log"))
-
-
-def test_a_server_that_never_answers_is_ended(tmp_path):
-    started, options = time.monotonic(), {"environment": {}, "start_timeout_s": 0.5}
-    with pytest.raises(EngineError, match=r"0\.5 s"):
-        VLLMProcess(["sleep", "600"], "http://127.0.0.1:9", tmp_path / "log", **options)
-    assert time.monotonic() - started < 15
-
-
-def test_without_vllm(tmp_path, monkeypatch):
-    monkeypatch.setattr("tandem.engines.rollout.vllm.process.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match="not installed") as caught:
-        serve(str(tmp_path), build().config, device=CPU, max_length=64, log=tmp_path / "log")
-    assert "tandem[vllm]" in caught.value.remedy
 
 
 KILLED = """

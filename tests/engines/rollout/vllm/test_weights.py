@@ -1,10 +1,6 @@
-"""Tests of how a vLLM server gets weights and frees memory, on a fake server.
-
-For vLLM itself see test_server.
-"""
-
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from tests.engines.rollout.case import CPU, stream
 from tests.engines.rollout.http.fake_vllm import FakeVLLM
 from tests.engines.rollout.http.fakes import Reply
 from tests.engines.rollout.vllm.models import build
+from tests.support.refusing import refused
 
 
 @pytest.fixture
@@ -53,7 +50,6 @@ def networked(make):
 
 
 def check_update(server, engine, version):
-    """Give the server new weights, and check that it holds them."""
     model = build(seed=version)
     assert engine.update_weights(stream(model), version) == digest(model.named_parameters())
     assert all(torch.equal(server.held[name], value) for name, value in model.named_parameters())
@@ -62,19 +58,24 @@ def check_update(server, engine, version):
 def test_weights_go_through_memory_that_has_no_name_and_no_limit_of_its_own(server, engine):
     """Files in /dev/shm cause a bus error when it is full, and they outlive a killed process."""
     check_update(server, engine, 3)
-    assert len(server.files) > 3
-    assert set(server.files) == {"/memfd:tandem-weights (deleted)"}
+    assert len(server.files) > 3 and set(server.files) == {"/memfd:tandem-weights (deleted)"}
 
 
-def test_a_server_whose_tokens_all_have_one_logit_passes_its_trial(engine, monkeypatch):
+@pytest.mark.parametrize("raw", [False, True])
+def test_raw_log_probs_are_refused_and_equal_logits_are_not(raw, engine, monkeypatch):
     """A server without weights may give all tokens the same logit. top_k=1 keeps all of them."""
 
     async def ask(self, method, path, *, json):
         likeliest = len(json["sampling_params"].get("logit_bias", range(46)))
-        return {"choices": [{"logprobs": {"content": [{"logprob": -math.log(likeliest)}]}}]}
+        value = -1.5 if raw else -math.log(likeliest)
+        return {"choices": [{"logprobs": {"content": [{"logprob": value}]}}]}
 
     monkeypatch.setattr(VLLMServerEngine, "ask", ask)
-    asyncio.run(engine.connect())
+    if not raw:
+        asyncio.run(engine.connect())
+        return
+    error = refused(EngineError, lambda: asyncio.run(engine.connect()), "another distribution")
+    assert "processed_logprobs" in error.remedy
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -93,9 +94,8 @@ def test_a_bucket_that_the_server_does_not_want_is_told_and_the_next_group_works
     with monkeypatch.context() as patch:
         patch.setattr(server, "answer", lambda *_: Reply({"error": "out of memory"}, 500))
         patch.setattr(engine, "call", lambda *_, **__: None)
-        with pytest.raises(ServerLost, match="refused") as caught:
-            engine.update_weights(stream(build(seed=2)), 2)
-    assert server.url in caught.value.got and "out of memory" in caught.value.got
+        error = refused(ServerLost, lambda: engine.update_weights(stream(build(seed=2)), 2), "refused")
+    assert server.url in error.got and "out of memory" in error.got
     check_update(server, engine, 3)
 
 
@@ -123,21 +123,13 @@ def test_a_server_that_is_half_awake_falls_asleep(server, engine):
     assert server.asleep == {"weights", "kv_cache"}
 
 
-class Process:
-    ended = False
-
-    def close(self):
-        self.ended = True
-
-
 def test_the_process_is_ended_even_if_the_connection_is_not(make, monkeypatch):
-    process = Process()
-    engine = make(process=process)
+    ends = []
+    engine = make(process=SimpleNamespace(close=lambda: ends.append(True)))
     with monkeypatch.context() as patch:
         patch.setattr(engine._connection, "close", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            engine.close()
-    assert process.ended
+        refused(ZeroDivisionError, engine.close)
+    assert ends == [True]
 
 
 class Sleeper:
