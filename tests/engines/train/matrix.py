@@ -166,7 +166,6 @@ def train(engine, rows, kind="policy", cut="three", steps=STEPS):
 
 
 def record(models, what, how=None, division=None):
-    """Train, and return what this rank knows of it."""
     how, division = how or {}, division or {}
     engine = engine_of(models, what, how, division)
     rows = my_rows(engine, batch_for(what), empty=how.get("empty", False))

@@ -7,16 +7,7 @@ import torch
 
 from tests.engines.train import synthetic
 from tests.engines.train.on_ranks import on_ranks, seven_or_three
-from tests.engines.train.synthetic import (
-    KEPT,
-    OFFLOADS,
-    batch_of,
-    engine_keeping,
-    output,
-    same,
-    train,
-    weights,
-)
+from tests.engines.train.synthetic import KEPT, OFFLOADS, batch_of, engine_keeping, train, weights
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are added in another order
@@ -27,8 +18,8 @@ def gradients(folder, kept, offload, precision):
     """Return gradients and metrics, and the bytes exchanged."""
     engine = engine_keeping(folder, kept, offload, precision)
     engine.take_collectives()
-    found = synthetic.gradients(engine, seven_or_three(batch_of(precision)), LOSS, MICRO)
-    return *found, engine.take_collectives()[1]
+    rows = seven_or_three(batch_of(precision))
+    return *synthetic.gradients(engine, rows, LOSS, MICRO), engine.take_collectives()[1]
 
 
 def in_each_way(folder, precision):
@@ -37,13 +28,11 @@ def in_each_way(folder, precision):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Return gradients and metrics on one rank, without recomputation or offload."""
     return {precision: gradients(folder, "none", "none", precision)[:2] for precision in TOLERANCE}
 
 
 @pytest.fixture(scope="module", params=TOLERANCE)
 def pair(folder, request):
-    """Return a precision, and the results of two ranks in it."""
     return request.param, on_ranks(in_each_way, folder, request.param)[0]
 
 
@@ -61,11 +50,7 @@ def test_gradients_on_one_rank(folder, plain, kept, offload, precision):
 
 @pytest.mark.slow
 def test_gradients_on_two_ranks(plain, pair):
-    """The gradients equal those of one rank, and all ways move the same number of bytes.
-
-    FSDP gathers a layer's weights once for its forward and once for its backward, with or without
-    recomputation.
-    """
+    """In all ways, FSDP gathers a layer's weights once for its forward and once for its backward."""
     precision, record = pair
     wanted, _ = plain[precision]
     alone, _, traffic = record["none", "none"]
@@ -98,12 +83,11 @@ def test_a_frozen_model_and_one_without_offload_report_nothing(folder):
     assert not [name for name in metrics if name.startswith("activation")]
     frozen = engine_keeping(folder, "ops", "copied", frozen=True)
     trained = engine_keeping(folder, "none")
-    assert torch.equal(*(output(engine, batch_of("fp64")).values for engine in (frozen, trained)))
+    assert torch.equal(*(synthetic.output(engine, batch_of("fp64")).values for engine in (frozen, trained)))
     assert frozen.activation_offload is None
 
 
 def test_steps_and_a_resume_go_on_bit_for_bit(folder, tmp_path):
-    """Offload and recomputation change no update, and a checkpoint does not depend on them."""
     batch = batch_of("fp64")
     plain, other = engine_keeping(folder, "none"), engine_keeping(folder, "ops", "copied")
     train(plain, batch, steps=2)
@@ -112,11 +96,10 @@ def test_steps_and_a_resume_go_on_bit_for_bit(folder, tmp_path):
     resumed = engine_keeping(folder, "every", "copied")
     resumed.load(tmp_path)
     train(resumed, batch)
-    assert same(weights(resumed), weights(plain))
+    assert synthetic.same(weights(resumed), weights(plain))
 
 
 def test_a_rollout_sees_the_layers_as_they_are(folder):
-    """A rollout that borrows the module gets the same logits, without recomputation or offload."""
     plain, other = engine_keeping(folder, "none"), engine_keeping(folder, "ops", "copied")
     assert torch.equal(*map(synthetic.borrowed_logits, (plain, other)))
     assert other.activation_offload._layers == []
