@@ -1,7 +1,4 @@
-"""Output head and embedding over a vocabulary that three ranks share, compared with a slow reference.
-
-Each rank runs this file as a script: it computes all cases from the same inputs, and writes the results.
-"""
+"""Output head and embedding over a vocabulary that three ranks share. Each rank runs this file."""
 
 import itertools
 import sys
