@@ -1,5 +1,7 @@
 """Tiny random models of each supported architecture, saved as Hugging Face folders."""
 
+import shutil
+
 import pytest
 from transformers import CONFIG_MAPPING
 
@@ -18,3 +20,9 @@ def model_folder(request, tmp_path_factory):
 @pytest.fixture(scope="session")
 def qwen2_folder(tmp_path_factory):
     return saved("qwen2", tmp_path_factory)
+
+
+@pytest.fixture
+def folder(qwen2_folder, tmp_path):
+    """Return a copy that a test may change."""
+    return shutil.copytree(qwen2_folder, tmp_path / "model")

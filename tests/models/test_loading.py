@@ -24,11 +24,6 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
-def folder(qwen2_folder, tmp_path):
-    return shutil.copytree(qwen2_folder, tmp_path / "model")
-
-
-@pytest.fixture
 def scorer(tmp_path):
     return save(Qwen3Config(**SHAPE, num_labels=1), tmp_path / "scorer", scorer=True)
 

@@ -22,11 +22,6 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
-def folder(qwen2_folder, tmp_path):
-    return shutil.copytree(qwen2_folder, tmp_path / "model")
-
-
-@pytest.fixture
 def read_in_rows(monkeypatch):
     """Return the list of modules that are filled from files."""
     filled, fill = [], WeightFiles.fill

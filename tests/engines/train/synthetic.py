@@ -107,14 +107,16 @@ class ValueLoss:
         return error.sum() / counts.tokens, Metrics()
 
 
-def make_engine(folder, *, precision="fp64", model=None, fsdp=None, optim=None, frozen=False, **options):
+def make_engine(
+    folder, *, precision="fp64", model=None, fsdp=None, optim=None, frozen=False, device="cpu", **options
+):
     return FSDPEngine(
         folder,
         model=BackboneConfig(path=str(folder), **(model or {})),
         fsdp=FSDPConfig(**{"model_dtype": precision, "dtype": precision, **(fsdp or {})}),
         optim=None if frozen else OptimConfig(**{"lr": 1e-2, **(optim or {})}),
         total_steps=10,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         **options,
     )
 

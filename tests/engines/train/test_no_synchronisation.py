@@ -12,11 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.algorithms import masked
 from tandem.config.critic import CriticConfig, CriticModelConfig
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import BackboneConfig
-from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, MicroBatching
-from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.losses import ActorLoss, CriticLoss, NextTokenLoss
@@ -180,14 +176,8 @@ def test_cuda_memory_goes_down_by_what_left(kept, tmp_path):
 
 def cuda_engine(folder, kept, offload, precision):
     keys = {"enable_activation_offload": True, "activation_offload_mode": offload} if offload else {}
-    engine = FSDPEngine(
-        folder,
-        model=BackboneConfig(path=str(folder), **synthetic.KEPT[kept], **keys),
-        fsdp=FSDPConfig(model_dtype="fp64" if precision == "fp64" else "fp32", dtype=precision),
-        optim=OptimConfig(lr=1e-3),
-        total_steps=10,
-        device=torch.device("cuda", 0),
-    )
+    fsdp = {"model_dtype": "fp64" if precision == "fp64" else "fp32", "dtype": precision}
+    engine = synthetic.make_engine(folder, model=synthetic.KEPT[kept] | keys, fsdp=fsdp, device="cuda:0")
     if engine.activation_offload is not None:
         engine.activation_offload.min_bytes = 0
     return engine

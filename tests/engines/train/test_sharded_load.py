@@ -27,8 +27,8 @@ WAYS = ("at_once", "beside")
 
 def anonymous_bytes():
     """Return this process's own memory in bytes, without mapped files."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 class Watch:
@@ -75,11 +75,8 @@ def loaded(small, folder):
     bytes_read = sum(sizes)
     critic = make_engine(folder, kind="value")
     return {
-        "bytes_read": bytes_read,
-        "grown": grown[0],
-        "own": engine.state_info()["parameters@cpu"],
-        "weights": synthetic.weights(engine),
-        "head": synthetic.weights(critic)["value_head.weight"],
+        **{"bytes_read": bytes_read, "grown": grown[0], "own": engine.state_info()["parameters@cpu"]},
+        **{"weights": synthetic.weights(engine), "head": synthetic.weights(critic)["value_head.weight"]},
         "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
         "log_probs": all_log_probs(engine),
     }
