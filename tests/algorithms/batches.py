@@ -22,7 +22,6 @@ def offsets_of(lengths):
 
 
 def rows(columns: Columns) -> list[slice]:
-    """Return the slice of each sequence."""
     cuts = columns["offsets"].tolist()
     return [slice(start, stop) for start, stop in pairwise(cuts)]
 
@@ -34,11 +33,7 @@ def responses(columns: Columns) -> list[list[int]]:
 
 
 def ragged_columns(lengths, seed, dtype=torch.float32, holes=0.2) -> Columns:
-    """Make the columns of a random batch.
-
-    Prompts have up to 3 tokens, responses have holes, and some responses are empty. Rewards, values and
-    log-probs are random. Entries that no algorithm may read are NaN.
-    """
+    """Make random columns: some responses have holes or are empty. What no algorithm may read is NaN."""
     generator = torch.Generator().manual_seed(seed)
     offsets, count = offsets_of(lengths), len(lengths)
     total = int(offsets[-1])

@@ -1,12 +1,18 @@
+"""The aggregation of token losses, the value loss and the preference loss."""
+
+import math
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.algorithms.aggregation import AGGREGATIONS, aggregate
+from tandem.algorithms.bradley_terry import bradley_terry_loss
+from tandem.algorithms.value_loss import clipped_value_loss
 from tandem.errors import ConfigError
-from tests.algorithms.batches import batches, ragged_columns, responses
+from tests.algorithms.batches import SEEDS, batches, ragged_columns, responses
 
 NORM_LENGTH = 37
 
@@ -52,11 +58,8 @@ def test_value_gradient_and_micro_batches(mode, lengths, seed, data):
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("token-mean", 12 / 3),
-        ("token-sum", 12),
-        ("seq-mean-token-sum", 12 / 2),
-        ("seq-mean-token-sum-norm", 12 / 2 / 10),
-        ("seq-mean-token-mean", (3 / 2 + 9) / 2),
+        *(("token-mean", 12 / 3), ("token-sum", 12), ("seq-mean-token-sum", 12 / 2)),
+        *(("seq-mean-token-sum-norm", 12 / 2 / 10), ("seq-mean-token-mean", (3 / 2 + 9) / 2)),
     ],
 )
 def test_neither_an_empty_response_nor_a_masked_token_changes_anything(mode, expected):
@@ -78,3 +81,48 @@ def test_unknown_mode_and_missing_length():
     for mode, telling in (("mean", "token-mean"), ("seq-mean-token-sum-norm", "loss_scale_factor")):
         with pytest.raises(ConfigError, match=telling):
             aggregate(*arguments, mode=mode, tokens=1, sequences=1)
+
+
+@pytest.mark.equation("parts/clipped_value_loss")
+@given(seed=SEEDS, count=st.integers(1, 50), clip=st.floats(0.01, 2.0))
+@settings(deadline=None, max_examples=80)
+def test_value_and_gradient(seed, count, clip):
+    generator = torch.Generator().manual_seed(seed)
+    values, old, returns = torch.randn(3, count, generator=generator, dtype=torch.float64).unbind()
+    values.requires_grad_()
+    losses, metrics = clipped_value_loss(values, old, returns, cliprange_value=clip)
+    (gradient,) = torch.autograd.grad(losses.sum(), values)
+    found = zip(losses.tolist(), gradient.tolist(), metrics["clip_fraction"].tolist(), strict=True)
+    for got, v, v_old, target in zip(found, values.tolist(), old.tolist(), returns.tolist(), strict=True):
+        plain = (v - target) ** 2
+        clipped = (min(max(v, v_old - clip), v_old + clip) - target) ** 2
+        slope = v - target if plain >= clipped else 0.0
+        assert got == pytest.approx((max(plain, clipped) / 2, slope, float(clipped > plain)), rel=1e-7)
+
+
+def double(*values):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.equation("parts/bradley_terry_loss")
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+def test_each_pair_by_hand(coefficient):
+    """The gradient pushes the rewards apart by the chance of being wrong."""
+    pair = chosen, rejected = double(0.3, -2.0, 40.0, -40.0, 0), double(-0.5, 1.0, -40.0, 40.0, 0)
+    margin = double(0.0, 0.5, 1.0, 0.25, 0).detach()
+    found = bradley_terry_loss(*pair, margin, center_coefficient=coefficient)
+    expected = []
+    for a, b, m in zip(chosen.tolist(), rejected.tolist(), margin.tolist(), strict=True):
+        gap = a - b - m
+        surprise = math.log1p(math.exp(-gap)) if gap > 0 else -gap + math.log1p(math.exp(gap))
+        expected.append(surprise + coefficient * (a + b) ** 2)
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    wrong = torch.sigmoid(-(chosen - rejected - margin)).detach()
+    centre = 2 * coefficient * (chosen + rejected).detach()
+    wanted = centre - wrong, centre + wrong
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), pair), wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_unequal_shapes_are_a_bug():
+    with pytest.raises(AssertionError):
+        bradley_terry_loss(torch.zeros(3), torch.zeros(3), torch.zeros(1))

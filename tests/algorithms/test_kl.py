@@ -7,29 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.kl import (
-    KL_KINDS,
-    AdaptiveKLController,
-    FixedKLController,
-    apply_kl_penalty,
-    kl_penalty,
-    penalise,
-)
+from tandem.algorithms import kl
+from tandem.algorithms.kl import KL_KINDS, AdaptiveKLController, apply_kl_penalty, kl_penalty
 from tandem.algorithms.kl_estimators import straight_through
 from tandem.algorithms.registry import KL_ESTIMATORS, kl_estimator
 from tandem.errors import ConfigError
 from tests.algorithms.batches import batches, ragged_columns, responses
 
-
-def clamped(d):
-    return min(max(d, -20), 20)
-
-
 EQUATIONS = {
     "k1": (lambda d: d, lambda d: 1.0),
     "abs": (abs, lambda d: math.copysign(1.0, d)),
     "k2": (lambda d: d * d / 2, lambda d: d),
-    "k3": (lambda d: min(math.exp(clamped(-d)) - 1 + clamped(d), 10), lambda d: 1 - math.exp(-d)),
+    "k3": (lambda d: min(math.exp(min(-d, 20)) - 1 + max(d, -20), 10), lambda d: 1 - math.exp(-d)),
 }
 """Value and slope of each estimator, as functions of log p - log q."""
 
@@ -55,7 +44,6 @@ def slope_of(log_probs, reference, kind):
 def test_every_kind_is_checked():
     assert KL_ESTIMATORS.names == tuple(sorted(EQUATIONS)) and KL_ESTIMATORS.aliases == ALIASES
     assert set(KL_KINDS) == {name + plus for name in (*EQUATIONS, *ALIASES) for plus in ("", "+")}
-    assert all(kl_estimator(name).columns == ("log_probs", "ref_log_probs") for name in EQUATIONS)
 
 
 @pytest.mark.equation("kl/{kind}")
@@ -115,19 +103,16 @@ def test_a_users_own_function(tmp_path):
         kind = f"{own}:cubic{plus}"
         assert kl_penalty(log_probs, reference, kind).tolist() == [0.125, -1.0]
         assert slope_of(log_probs, reference, kind).tolist() == slopes
-    with pytest.raises(ConfigError, match="'reference' is not a column") as caught:
+    with pytest.raises(ConfigError, match="'reference' is not a column"):
         kl_estimator(f"{own}:misnamed")
-    assert "ref_log_probs: (N) fp32" in str(caught.value.expected)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"shape \(\)"):
         kl_penalty(log_probs, reference, f"{own}:total")
-    assert "shape ()" in str(caught.value.got)
 
 
 def test_unknown_kind():
-    with pytest.raises(ConfigError, match="KL estimator") as caught:
+    with pytest.raises(ConfigError) as caught:
         kl_penalty(torch.zeros(1), torch.zeros(1), "low_var_k")
-    assert caught.value.expected == "abs, k1, k2, k3"
-    assert "'low_var_kl'" in caught.value.remedy
+    assert caught.value.expected == "abs, k1, k2, k3" and "'low_var_kl'" in caught.value.remedy
 
 
 @pytest.mark.equation("parts/apply_kl_penalty")
@@ -140,9 +125,9 @@ def test_kl_in_the_reward(kind, lengths, seed):
     got = apply_kl_penalty(*given, kind=kind, kl_coef=0.3)
     want, means = scores.clone(), []
     for tokens in responses(columns):
-        kl = [EQUATIONS[kind][0](new[t].item() - old[t].item()) for t in tokens]
-        want[tokens] -= 0.3 * double(*kl)
-        means.append(sum(kl) / max(len(kl), 1))
+        distances = [EQUATIONS[kind][0](new[t].item() - old[t].item()) for t in tokens]
+        want[tokens] -= 0.3 * double(*distances)
+        means.append(sum(distances) / max(len(distances), 1))
     torch.testing.assert_close(got.token_level_rewards, want, rtol=0, atol=1e-9)
     assert got.kl.item() == pytest.approx(sum(means) / len(means), abs=1e-9)
 
@@ -150,13 +135,10 @@ def test_kl_in_the_reward(kind, lengths, seed):
 @pytest.mark.equation("parts/apply_kl_penalty")
 def test_a_kl_that_is_there_already_is_taken_off_like_an_estimated_one():
     mask, offsets = torch.tensor([False, True, True, False, True]), torch.tensor([0, 3, 5])
-    scores, kl = double(0, 0, 1, 0, 2), double(9, 0.5, 0.25, 9, 1)
-    got = penalise(scores, kl, mask, offsets, kl_coef=0.5)
+    scores, distances = double(0, 0, 1, 0, 2), double(9, 0.5, 0.25, 9, 1)
+    got = kl.penalise(scores, distances, mask, offsets, kl_coef=0.5)
     assert got.token_level_rewards.tolist() == [0.0, -0.25, 0.875, 0.0, 1.5]
     assert got.kl.item() == pytest.approx(((0.5 + 0.25) / 2 + 1.0) / 2)
-    same = apply_kl_penalty(scores, kl, torch.zeros_like(kl), mask, offsets, kind="k1", kl_coef=0.5)
-    assert torch.equal(same.token_level_rewards, got.token_level_rewards)
-    assert math.isclose(same.kl.item(), got.kl.item())
 
 
 @pytest.mark.equation("parts/AdaptiveKLController")
@@ -169,7 +151,7 @@ def test_adaptive_controller(current, error):
 
 
 def test_fixed_controller_and_a_controller_that_resumes():
-    fixed = FixedKLController(0.25)
+    fixed = kl.FixedKLController(0.25)
     fixed.update(current_kl=99.0, n_steps=1000)
     assert fixed.value == 0.25
     controller, resumed = (AdaptiveKLController(0.2, 0.1, 100) for _ in range(2))

@@ -1,3 +1,5 @@
+"""Sums, statistics and places of response tokens, and statistics of groups."""
+
 import math
 
 import numpy as np
@@ -7,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.algorithms import masked
+from tandem.algorithms.groups import group_statistics
+from tandem.algorithms.responses import Responses
 from tests.algorithms.batches import SEEDS, batches, ragged_columns, responses, rows, whitened
 
 EDGES = st.lists(st.sampled_from([0, 1, 3, 63, 64, 65, 128, 129, 1000, 4096]), min_size=1, max_size=9)
@@ -76,7 +80,9 @@ def test_statistics_against_numpy_with_nan_outside_the_mask(lengths, seed):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 10_001])
 def test_whitening_equal_values_gives_exact_zeros(count):
-    assert masked.whiten_(torch.full((count,), 0.1)).tolist() == [0.0] * count
+    tokens = Responses.of(torch.ones(count, dtype=torch.bool), torch.tensor([0, count]))
+    for whiten in (masked.whiten_, tokens.whitened):
+        assert whiten(torch.full((count,), 0.1)).tolist() == [0.0] * count
 
 
 def test_whitening_keeps_float32_precision_far_from_zero():
@@ -94,3 +100,51 @@ def test_explained_variance():
     ):
         found = masked.explained_variance(values, targets, torch.tensor([True] * 4 + [False])).item()
         assert found == pytest.approx(explained, abs=1e-5)
+
+
+@batches(60, holes=st.sampled_from([0.0, 0.05, 0.9]))
+def test_response_tokens_follow_each_other(lengths, seed, holes):
+    columns = ragged_columns(lengths, seed, torch.float64, holes)
+    mask, values = columns["response_mask"], columns["values"]
+    tokens = Responses.of(mask, columns["offsets"])
+    taken = tokens.take(values)
+    for i, row in enumerate(rows(columns)):
+        mine = taken[tokens.offsets[i] : tokens.offsets[i + 1]]
+        if tokens.indices is None:
+            assert len(mine) == row.stop - row.start and not mine[~mask[row]].any()
+            mine = mine[mask[row]]
+        assert torch.equal(mine, values[row][mask[row]])
+    added = tokens.put(tokens.add_(taken.clone(), values))
+    torch.testing.assert_close(added, torch.where(mask, 2 * values, 0), rtol=0, atol=0)
+    torch.testing.assert_close(tokens.put(taken.clone()), torch.where(mask, values, 0), rtol=0, atol=0)
+    torch.testing.assert_close(tokens.whitened(taken), whitened(values, mask), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mask", ["111111", "011011", "110110", "000000", "001100", "101000", "010101"])
+def test_tokens_are_moved_only_where_a_tool_wrote_in_between(mask):
+    """The batch has two sequences of three tokens, and an empty sequence at either end."""
+    inside = torch.tensor([each == "1" for each in mask])
+    moved = Responses.of(inside, torch.tensor([0, 0, 3, 6, 6])).indices is not None
+    assert moved == ("101" in (mask[:3], mask[3:]))
+
+
+@given(group=st.lists(st.integers(0, 6), max_size=40), seed=SEEDS)
+@settings(deadline=None, max_examples=80)
+def test_statistics_of_groups_against_numpy(group, seed):
+    scores = torch.randn(len(group), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    groups = torch.tensor(group, dtype=torch.int64)
+    got = group_statistics(scores, groups)
+    assert [len(part) for part in got] == [len(group)] * 3
+    for i, mine in enumerate(group):
+        members = scores[groups == mine].numpy()
+        mean, std = (members.mean(), np.std(members, ddof=1)) if len(members) > 1 else (0.0, 1.0)
+        found = got.size[i].item(), got.mean[i].item(), got.std[i].item()
+        assert found == pytest.approx((len(members), mean, std), abs=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.1, 1.0, -7.3, 1e6 + 0.1])
+def test_equal_scores_have_exactly_their_own_mean(value):
+    scores = torch.full((7,), value, dtype=torch.float32).double()
+    got = group_statistics(scores, torch.zeros(7, dtype=torch.int64))
+    assert torch.equal(got.mean, scores)
+    assert got.std.tolist() == [0.0] * 7

@@ -32,11 +32,8 @@ def random_values(lengths, seed, dtype=torch.float64):
 
 @given(lengths=BLOCK_EDGES | st.lists(st.integers(0, 300), max_size=8), discount=DISCOUNTS, seed=SEEDS)
 @example(lengths=[], discount=1.0, seed=0)
-@example(lengths=[0, 0], discount=1.0, seed=0)
 @example(lengths=[0, 1, 0, 2, 0], discount=0.5, seed=0)
 @example(lengths=[64, 64, 192], discount=1.0, seed=0)
-@example(lengths=[129], discount=1.0, seed=0)
-@example(lengths=[1, 1, 1, 200, 1], discount=0.5, seed=0)
 @settings(deadline=None, max_examples=200)
 def test_equals_the_recurrence_wherever_sequences_end(lengths, discount, seed):
     """Also with neighbours that differ by a hundred orders of magnitude, where a leak would show."""
@@ -74,9 +71,7 @@ def test_a_coefficient_for_each_step(lengths, seed):
 
 
 class CountOperations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1

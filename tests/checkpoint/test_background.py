@@ -78,8 +78,7 @@ def failed(folder, member):
 
 
 def test_an_error_of_a_writer_ends_it_and_is_raised_once(tmp_path):
-    error = failed(tmp_path, Member(error=OSError(5, "Input/output error")))
-    assert "Input/output error" in error.got
+    assert "Input/output error" in failed(tmp_path, Member(error=OSError(5, "Input/output error"))).got
 
 
 def test_a_full_disk_is_told_as_ever(small_disk):

@@ -1,4 +1,7 @@
+"""Checkpoints are whole or absent, whatever happens; the newest and the best are kept."""
+
 import json
+import math
 import multiprocessing
 import random
 import shutil
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from tandem.checkpoint import CheckpointManager, open_checkpoint
+from tandem.checkpoint.best import Best
 from tandem.errors import CheckpointError, ConfigError
 from tandem.lifetime import THREADLESS
 from tests.checkpoint.saving_child import save, save_forever, values
@@ -38,12 +42,8 @@ def saved(root, *steps, keep=None):
 
 
 def test_round_trip(tmp_path):
-    state = {
-        "epoch": 3,
-        "rng": torch.get_rng_state(),
-        "numpy": np.random.default_rng(1).bit_generator.state,
-        "nested": {"uids": ["a", "b"], "pair": (1, 2.5)},
-    }
+    state = {"rng": torch.get_rng_state(), "numpy": np.random.default_rng(1).bit_generator.state}
+    state["nested"] = {"uids": ["a", "b"], "pair": (1, 2.5)}
     manager = CheckpointManager(tmp_path / "run" / "checkpoints", log=silent)
     assert manager.latest() is None
     path = manager.save(12, {"actor": lambda folder: (folder / "w.bin").write_bytes(b"abc")}, state)
@@ -95,25 +95,21 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, damage, name):
     said = []
     saved(tmp_path, 1, 2, 3)
     damage(tmp_path / "step_000003" / name)
-    manager = CheckpointManager(tmp_path, log=said.append)
-    found = manager.latest()
-    assert found.step == 2
-    assert found.state == {"step": 2, "lr": 0.2}
+    found = CheckpointManager(tmp_path, log=said.append).latest()
+    assert (found.step, found.state) == (2, {"step": 2, "lr": 0.2})
     assert_whole(found.path, 2)
-    assert len(said) == 1
-    assert str(tmp_path / "step_000003" / name) in said[0]
+    assert len(said) == 1 and str(tmp_path / "step_000003" / name) in said[0]
     with pytest.raises(CheckpointError, match=name):
         open_checkpoint(tmp_path / "step_000003")
 
 
 def test_every_bit_of_the_manifest_counts(tmp_path):
     path = CheckpointManager(tmp_path).save(1, {}, {})
-    manifest = path / "manifest.json"
-    original = manifest.read_bytes()
+    original = (path / "manifest.json").read_bytes()
     for place in range(0, len(original), 7):
         flipped = bytearray(original)
         flipped[place] ^= 1
-        manifest.write_bytes(flipped)
+        (path / "manifest.json").write_bytes(flipped)
         if flipped.split() != original.split():  # ignore changes of whitespace
             with pytest.raises(CheckpointError, match="manifest"):
                 open_checkpoint(path)
@@ -142,20 +138,12 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     manager = CheckpointManager(tmp_path, log=silent)
     manager.save(5, {"actor": lambda folder: (folder / "old").touch()}, {"n": 1})
     manager.save(5, {}, {"n": 2})
-    assert names(tmp_path) == ["step_000005"]
-    assert manager.latest().state == {"n": 2}
+    assert names(tmp_path) == ["step_000005"] and manager.latest().state == {"n": 2}
     assert not (tmp_path / "step_000005" / "actor").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (KeyError("a bug"), KeyError),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (OSError(5, "Input/output error"), CheckpointError),
-    ],
-)
-def test_a_writer_that_raises_leaves_nothing(tmp_path, error, raised):
+@pytest.mark.parametrize("error", [KeyError("a bug"), KeyboardInterrupt(), OSError(5, "Input/output error")])
+def test_a_writer_that_raises_leaves_nothing(tmp_path, error):
     manager = saved(tmp_path, 1, 2)
 
     def broken(folder):
@@ -163,7 +151,7 @@ def test_a_writer_that_raises_leaves_nothing(tmp_path, error, raised):
         raise error
 
     for step in (2, 3):
-        with pytest.raises(raised) as caught:
+        with pytest.raises(CheckpointError if isinstance(error, OSError) else type(error)) as caught:
             manager.save(step, {"actor": broken}, {})
         assert str(error) in str(caught.value)
     assert names(tmp_path) == ["step_000001", "step_000002"]
@@ -196,27 +184,22 @@ def test_a_replacement_that_fails_at_the_last_moment_is_undone(tmp_path, monkeyp
     assert_whole(manager.latest().path, 2)
 
 
-def write_plain(folder):
-    (folder / "w.bin").write_bytes(bytes(3_000_000))
+TOO_LARGE = (
+    ({"actor": lambda folder: (folder / "w.bin").write_bytes(bytes(3_000_000))}, {"n": 2}),
+    ({"actor": lambda folder: torch.save(torch.zeros(750_000), folder / "w.pt")}, {"n": 2}),
+    ({}, {"noise": torch.rand(750_000)}),
+)
 
 
-def write_torch(folder):
-    torch.save(torch.zeros(750_000), folder / "w.pt")
-
-
-@pytest.mark.parametrize("write", [write_plain, write_torch, None])
+@pytest.mark.parametrize("parts", TOO_LARGE, ids=["plain", "torch", "state"])
 @pytest.mark.parametrize("step", [1, 2])
-def test_full_disk(small_disk, write, step):
-    """The disk is full while a member writes, or while the state is written."""
+def test_full_disk(small_disk, parts, step):
     manager = CheckpointManager(small_disk, log=silent)
     manager.save(1, {"actor": lambda folder: (folder / "w.bin").write_bytes(bytes(500_000))}, {"n": 1})
-    parts = ({"actor": write}, {"n": 2}) if write else ({}, {"noise": torch.rand(750_000)})
     with pytest.raises(CheckpointError, match="disk is full") as error:
         manager.save(step, *parts)
-    assert "MB" in error.value.got and "written" in error.value.got
-    assert "about 0.5 MB" in error.value.expected
-    assert names(small_disk) == ["step_000001"]
-    assert manager.latest().state == {"n": 1}
+    assert "MB" in error.value.got and "about 0.5 MB" in error.value.expected
+    assert names(small_disk) == ["step_000001"] and manager.latest().state == {"n": 1}
     manager.save(3, {}, {"n": 3})
     assert manager.latest().state == {"n": 3}
 
@@ -237,14 +220,10 @@ def killed_after(root, seconds):
 
 @pytest.mark.slow
 def test_kill_during_save(tmp_path, monkeypatch):
-    """After any kill, the newest checkpoint is complete and no finished step is lost.
-
-    After the next start, no unfinished files are left.
-    """
+    """After any kill and the next start, all checkpoints are complete and no finished step is lost."""
     for name, value in THREADLESS.items():
         monkeypatch.setenv(name, value)
-    draw = random.Random(7)
-    last, unfinished = 0, 0
+    draw, last, unfinished = random.Random(7), 0, 0
     for _ in range(20):
         killed_after(tmp_path, draw.uniform(0.0, 0.3))
         unfinished += any(not name[-1].isdigit() for name in names(tmp_path))
@@ -256,8 +235,62 @@ def test_kill_during_save(tmp_path, monkeypatch):
         if found is not None:
             assert found.state["step"] == step
             assert_whole(found.path, step)
-        assert all(name[-1].isdigit() for name in names(tmp_path))
-        assert len(names(tmp_path)) <= 3
+        assert all(name[-1].isdigit() for name in names(tmp_path)) and len(names(tmp_path)) <= 3
         last = step
-    assert last >= 1
-    assert unfinished >= 3
+    assert last >= 1 and unfinished >= 3
+
+
+VALUES = {1: 0.2, 2: 0.5, 3: 0.1, 4: 0.5, 5: 0.4, 6: 0.3}
+ACCURACY = Best("val/accuracy")
+
+
+def judged(root, best, values, keep=2):
+    manager = CheckpointManager(root, keep, best=best)
+    for step, value in values.items():
+        manager.save(step, {}, {"n": step}, {} if value is None else {"val/accuracy": value, "loss": 1.0})
+    return manager
+
+
+def steps(root):
+    return sorted(int(path.name[5:]) for path in root.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "best"),
+    [
+        ("max", VALUES, 2),  # the first of the best
+        ("min", VALUES, 3),
+        ("max", VALUES | {7: 0.6, 8: 0.1, 9: 0.1}, 7),
+        *(("max", {1: no, 2: -3.0, 3: no, 4: no, 5: no}, 2) for no in (None, math.nan, math.inf)),
+    ],
+)
+def test_the_best_is_kept_beside_the_last_two(tmp_path, mode, values, best):
+    judge = Best("val/accuracy", mode)
+    manager = judged(tmp_path, judge, values)
+    last = max(values)
+    assert steps(tmp_path) == sorted({best, last - 1, last})
+    found = manager.best(judge)
+    assert (found.step, found.state) == (best, {"n": best})
+    assert manager.latest().step == last
+    manifest = json.loads((tmp_path / f"step_{best:06d}" / "manifest.json").read_text())
+    assert manifest["metric"] == {"name": "val/accuracy", "value": values[best]}
+    assert manager.best(Best("loss")) is None
+
+
+def test_damage_is_told_and_passed_over_in_the_choice(tmp_path):
+    said = []
+    judged(tmp_path, ACCURACY, {1: 0.9, 2: 0.5, 3: 0.1}, keep=None)
+    (tmp_path / "step_000001" / "manifest.json").write_text("{")
+    manager = CheckpointManager(tmp_path, best=ACCURACY, log=said.append)
+    assert manager.best(ACCURACY).step == 2
+    assert "step_000001" in said[0]
+
+
+def test_random_values_against_a_plain_search(tmp_path):
+    """After each save, the last two checkpoints and the best one among all saved so far are kept."""
+    values = {step: ((step * 37) % 11) / 10 for step in range(1, 25)}
+    manager = CheckpointManager(tmp_path, 2, best=Best("val/accuracy", "min"))
+    for step, value in values.items():
+        manager.save(step, {}, {}, {"val/accuracy": value})
+        best = min(range(1, step + 1), key=lambda s: (values[s], s))
+        assert steps(tmp_path) == sorted({best, max(1, step - 1), step})

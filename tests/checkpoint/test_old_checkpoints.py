@@ -1,9 +1,4 @@
-"""Checkpoints of an earlier version of Tandem resume with the numbers of that version.
-
-In old_runs.tar.xz, `run` has one process, an adaptive KL controller and a sampler that learns. `two` is the
-same with two ranks. Both were saved after step 2. `expected.json` has the earlier version's numbers of steps
-3 and 4, and the digests of the weights that it read from `two`.
-"""
+"""Checkpoints of an earlier version (old_runs.tar.xz) resume with the numbers of that version."""
 
 import hashlib
 import json
@@ -32,8 +27,8 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture
 def expected(place):
-    found = json.loads((place / "expected.json").read_text())
-    return found
+    """Return the earlier version's numbers of steps 3 and 4, and the digests of weights that it read."""
+    return json.loads((place / "expected.json").read_text())
 
 
 def go_on(run, *words):
@@ -71,10 +66,7 @@ def test_an_old_checkpoint_goes_on_as_the_old_version_went_on(place, expected):
 
 def test_the_shards_of_two_old_ranks_are_read_whole(place, expected):
     saved = place / "two" / "checkpoints" / "step_000002" / "actor"
-    read = {
-        name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
-        for name, value in read_weights(saved)
-    }
+    read = {n: hashlib.sha256(v.contiguous().numpy().tobytes()).hexdigest() for n, v in read_weights(saved)}
     assert read == expected["two"]["weights"]
 
 

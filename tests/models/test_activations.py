@@ -82,8 +82,6 @@ def assert_equal(found, wanted, tolerance=0.0):
 
 
 class Operators(TorchDispatchMode):
-    """A mode that counts the operators that really run."""
-
     def __init__(self):
         super().__init__()
         self.runs = Counter()
@@ -100,9 +98,9 @@ def saved_bytes(policy, at_least=0):
     """Return, per layer, the bytes of distinct saved storages; parameters and keywords do not count."""
     found = []
 
-    def run(layer, forward, *args, packing, position_embeddings, position_ids, **kwargs):
-        shared = [*layer.parameters(), *packing.tensors, *position_embeddings, position_ids]
-        outside = {tensor.untyped_storage().data_ptr() for tensor in shared}
+    def run(layer, forward, *args, **given):
+        shared = [*layer.parameters(), *given["packing"].tensors, *given["position_embeddings"]]
+        outside = {tensor.untyped_storage().data_ptr() for tensor in (*shared, given["position_ids"])}
         storages = {}
 
         def keep(tensor):
@@ -111,9 +109,8 @@ def saved_bytes(policy, at_least=0):
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        given = {"packing": packing, "position_embeddings": position_embeddings, "position_ids": position_ids}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = forward(*args, **given, **kwargs)
+            out = forward(*args, **given)
         found.append(sum(nbytes for nbytes in storages.values() if nbytes >= at_least))
         return out
 
@@ -150,21 +147,19 @@ def test_operators_that_are_kept_do_not_run_again(folder, dtype):
         with torch.no_grad():
             assert torch.equal(loss_of(policy), loss_of(policy_of(folder, dtype)))
         found[mode] = seen.of(MATMUL), seen.of(ATTENTION)
-    linears, attentions = 7 * LAYERS, len(inputs().packing.rectangles) * LAYERS
     products, attended = found["none"]
-    assert attended == attentions > 0
-    assert found["ops"] == found["none"]
+    assert attended == len(inputs().packing.rectangles) * LAYERS > 0 and found["ops"] == found["none"]
     # No one saves a layer's last product: the second run stops before it; through oneDNN, after it.
-    again = linears if linear_module._fast(torch.empty(8, 1, dtype=dtype)) else linears - LAYERS
+    again = (7 if linear_module._fast(torch.empty(8, 1, dtype=dtype)) else 6) * LAYERS
     assert found["attention"] == (products + again, attended)
     assert found["full"] == (products + again, 2 * attended)
 
 
 def test_an_operator_is_named_by_group_or_by_name():
-    assert {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} <= MATMUL
-    assert torch.ops.aten.mm.out not in MATMUL  # if kept, the buffer would not be written again
-    assert torch.ops.aten.bmm.default in operators(["aten.bmm"])
-    assert set(operators(["aten.bmm", "matmul"])) == MATMUL | set(operators(["aten.bmm"]))
+    aten, bmm = torch.ops.aten, set(operators(["aten.bmm"]))
+    assert {aten.mm.default, aten.addmm.default} <= MATMUL and aten.bmm.default in bmm
+    assert aten.mm.out not in MATMUL  # if kept, the buffer would not be written again
+    assert set(operators(["aten.bmm", "matmul"])) == MATMUL | bmm
     for name in ("aten.no_such_operator", "no_such_namespace.mm", "linear"):
         with pytest.raises(ConfigError) as caught:
             operators(["aten.mm", name])
@@ -190,9 +185,6 @@ def test_a_layer_that_runs_again_saves_its_input_alone(folder, dtype):
         assert saved_bytes(policy) == wanted, mode
 
 
-# Offload of activations
-
-
 def offloaded(folder, mode="none", **options):
     policy, _ = managed(folder, **MODES[mode])
     options = {"ahead": 1, "min_bytes": 1} | options
@@ -204,7 +196,8 @@ def reported(offload):
     metrics = Metrics()
     offload.report(metrics)
     found = metrics.to_floats()
-    return tuple(found.pop(f"activation_{name}_bytes") for name in ("offload", "resident")), found
+    assert found.keys() == {"activation_offload_bytes", "activation_resident_bytes"}
+    return tuple(found[f"activation_{name}_bytes"] for name in ("offload", "resident"))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -217,31 +210,25 @@ def test_what_leaves_and_what_stays_is_counted(folder, mode, copies, ahead):
     loss_of(policy).backward()
     before = [0, *saved[:-1]] if ahead else [0] * LAYERS
     resident = max(own + other for own, other in zip(saved, before, strict=True))
-    assert reported(offload) == ((sum(saved[:-1]), resident), {})
-    assert reported(offload) == ((0, 0), {})
+    assert reported(offload) == (sum(saved[:-1]), resident) and reported(offload) == (0, 0)
 
 
 def test_small_storages_stay(folder):
-    """The limit separates storages with a number per token, such as those of norms, from the others."""
     limit = TOKENS * 8 + 1
     (everything,), (large,) = (set(saved_bytes(policy_of(folder), least)) for least in (0, limit))
     assert everything - large >= 2 * TOKENS * 4
     policy, offload = offloaded(folder, lane=SameStream(), min_bytes=limit)
     assert_equal(gradients(policy), gradients(policy_of(folder)))
-    assert reported(offload)[0] == ((LAYERS - 1) * large, 2 * large + LAYERS * (everything - large))
+    assert reported(offload) == ((LAYERS - 1) * large, 2 * large + LAYERS * (everything - large))
 
 
 class LateLane:
-    """A lane that copies only when waited for, so that memory read or freed too early is noticed.
-
-    Attributes:
-        out, back: weak references to the device's storages, for each copy to the host, and each copy back.
-        alive: at the start of each copy, which of these still exist.
-    """
+    """A lane that copies only when waited for, so that memory read or freed too early is noticed."""
 
     def __init__(self):
         self.queue, self.done = [], 0
-        self.out, self.back, self.alive = [], [], []
+        self.out, self.back = [], []  # weak references to the device's storages, of copies there and back
+        self.alive = []  # which of these still existed at the start of each copy
 
     def start(self, pairs):
         leaves = len(self.out) < LAYERS - 1
@@ -259,8 +246,6 @@ class LateLane:
 
 
 class Weak:
-    """A weak reference to a byte tensor."""
-
     def __init__(self, tensor):
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.start, self.size = tensor.storage_offset(), len(tensor)
@@ -277,10 +262,7 @@ def _alive(groups):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_may_end_as_late_as_they_are_waited_for(folder, mode):
-    """A layer's tensors stay on the device only while its neighbour computes, except the first input.
-
-    transformers holds the embeddings during the whole forward.
-    """
+    """A layer's tensors stay on the device only while its neighbour computes, except the embeddings."""
     lane = LateLane()
     policy, offload = offloaded(folder, mode, lane=lane)
     assert_equal(gradients(policy), gradients(policy_of(folder)))
@@ -300,7 +282,7 @@ def test_host_memory_is_used_again_and_grows(folder):
         gradients(policy)
         offload.report(Metrics())
         places.append({index: memory.data_ptr() for index, memory in offload._memory.items()})
-    assert places[0] == places[1] == places[2] and list(places[0]) == list(range(LAYERS - 1))
+    assert places == places[:1] * 3 and list(places[0]) == list(range(LAYERS - 1))
     before = {index: len(memory) for index, memory in offload._memory.items()}
 
     def longer(policy, seed):
@@ -329,11 +311,8 @@ def test_micro_batches_follow_each_other(folder):
 
 def test_a_backward_that_comes_too_late_is_refused(folder):
     policy, offload = offloaded(folder, lane=SameStream())
-    first = loss_of(policy)
-    loss_of(policy, seed=2).backward()
-    with pytest.raises(EngineError, match="already freed"):
-        first.backward()
-    late = loss_of(policy)
-    offload.report(Metrics())
-    with pytest.raises(EngineError, match="already freed"):
-        late.backward()
+    for end in (lambda: loss_of(policy, seed=2).backward(), lambda: offload.report(Metrics())):
+        late = loss_of(policy)
+        end()
+        with pytest.raises(EngineError, match="already freed"):
+            late.backward()

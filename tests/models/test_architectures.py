@@ -55,15 +55,14 @@ def test_one_that_is_no_language_model(folder_of):
 
 @pytest.mark.parametrize("config", [BloomConfig(), MambaConfig()], ids=["own attention", "a state"])
 def test_one_that_cannot_be_packed(folder_of, config):
+    """A folder's own code is tried instead."""
     name = type(config).__name__.replace("Config", "ForCausalLM")
-    error = refused(check_packed, folder_of(config.to_dict() | {"architectures": [name]}))
+    folder = folder_of(config.to_dict() | {"architectures": [name]})
+    error = refused(check_packed, folder)
     assert name in error.got and "packed" in str(error)
-
-
-def test_the_folders_own_code_is_asked_by_running_it(tmp_path):
-    config = MambaConfig(auto_map={"AutoModelForCausalLM": "own.Own"})
-    require_packable(tmp_path, config, trust_remote_code=True)
-    assert "packed" in str(refused(require_packable, tmp_path, config))
+    own = type(config)(auto_map={"AutoModelForCausalLM": "own.Own"})
+    require_packable(folder, own, trust_remote_code=True)
+    assert "packed" in str(refused(require_packable, folder, own))
 
 
 @pytest.mark.parametrize("kind", PLAIN_DECODERS)

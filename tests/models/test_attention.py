@@ -1,8 +1,4 @@
-"""Packed attention compared with each sequence alone, forward and backward.
-
-On a CPU it uses rectangles, on CUDA variable-length kernels. In bf16, its errors are compared with those of a
-plain implementation of attention.
-"""
+"""Packed attention compared with each sequence alone, forward and backward: rectangles, or CUDA kernels."""
 
 import math
 
@@ -20,10 +16,7 @@ HEADS = [(4, 1), (6, 2), (4, 4)]
 
 
 def drawn(lengths, heads, key_heads, width, dtype, seed):
-    """Draw query, key, value and the gradient of the output, (N, heads, width).
-
-    With these, the softmax is neither flat nor concentrated on one entry.
-    """
+    """Draw query, key, value and the gradient of the output, (N, heads, width). No softmax is flat."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(sum(lengths), count, width) for count in (heads, key_heads, key_heads, heads)]
     spread = (1.5, 1.5, 1.0, 1.0)
@@ -85,10 +78,7 @@ def errors(found, wanted, lengths):
     [("cpu", 32, 6, 700), *(pytest.param("cuda", w, 9, 3000, marks=pytest.mark.gpu) for w in (64, 128))],
 )
 def test_bf16_is_as_exact_as_plain_attention(heads, key_heads, device, width, count, long):
-    """One sequence has one token, and one is longer than all others together.
-
-    On a CPU, scores of up to 512 tokens are materialized; the long sequence uses PyTorch's kernel.
-    """
+    """On a CPU, scores of up to 512 tokens are materialized; the long sequence uses PyTorch's kernel."""
     draw = torch.Generator().manual_seed(heads + key_heads)
     some = torch.randint(2, 2 * long // count // 3, (count,), generator=draw).tolist()
     lengths, scale = [some[0], 1, *some[1:3], long, *some[3:], 1], width**-0.5

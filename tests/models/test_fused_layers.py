@@ -1,7 +1,4 @@
-"""Norms and gates in Triton, compared with float64 and with transformers' modules.
-
-The kernels are interpreted on a CPU. Without Triton the tests are skipped.
-"""
+"""Norms and gates in Triton (interpreted on a CPU), compared with float64 and with transformers' modules."""
 
 import copy
 
@@ -140,14 +137,10 @@ def test_double_precision_runs_as_it_is(monkeypatch):
     assert torch.equal(model(ids).logits, want)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        *({"enable_gradient_checkpointing": False}, {"lora_rank": 2}),
-        *({"gradient_checkpointing_mode": mode} for mode in ("full", "ops")),
-    ],
-    ids=str,
-)
+WAYS = [{"lora_rank": 2}, *(synthetic.KEPT[kept] for kept in ("none", "full", "ops"))]
+
+
+@pytest.mark.parametrize("keys", WAYS, ids=str)
 def test_an_engine_has_the_same_gradients(keys, qwen2_folder, monkeypatch):
     def fused_kernels(model, *_, **__):
         fuse(model)

@@ -57,27 +57,21 @@ def test_gradient_of_one_output_alone(which):
     wide = [leaf.detach().clone().requires_grad_() for leaf in (hidden, weight)]
     found = token_log_probs(hidden, weight, targets, temperature=0.8, with_entropy=True)[which].sum()
     expected = reference(*wide, targets, 0.8)[which].sum()
-    pairs = zip(
-        torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, wide), strict=True
-    )
-    assert all(torch.allclose(got, want, atol=1e-12) for got, want in pairs)
+    got, want = torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(expected, wide)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-12)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_what_is_frozen_gets_no_gradient_and_the_other_the_same(frozen):
+    """Nor is there an entropy that nobody asked for, or a log-prob that depends on it."""
     *case, targets = make_case(9, 29, 12, torch.float64)
     leaves = [leaf.detach().clone().requires_grad_(index != frozen) for index, leaf in enumerate(case)]
     for pair in (case, leaves):
-        token_log_probs(*pair, targets, temperature=1.0, with_entropy=False)[0].sum().backward()
-    assert leaves[frozen].grad is None
+        log_probs, entropy = token_log_probs(*pair, targets, temperature=1.0, with_entropy=False)
+        log_probs.sum().backward()
+    assert entropy is None and leaves[frozen].grad is None
     assert torch.equal(leaves[1 - frozen].grad, case[1 - frozen].grad)
-
-
-def test_entropy_only_where_asked_for():
-    case = make_case(3, 29, 12, torch.float32)
-    log_probs, entropy = token_log_probs(*case, temperature=1.0, with_entropy=False)
-    assert entropy is None
-    assert torch.equal(log_probs, token_log_probs(*case, temperature=1.0, with_entropy=True)[0])
+    assert torch.equal(log_probs, token_log_probs(*case, targets, temperature=1.0, with_entropy=True)[0])
 
 
 def test_a_distribution_of_one_entry_has_no_entropy():
@@ -89,7 +83,6 @@ def test_a_distribution_of_one_entry_has_no_entropy():
 
 
 def test_bf16_weight_gradient_is_summed_in_fp32():
-    # With 4,096 rows, sums in bf16 would stop growing long before the end.
     hidden, targets = torch.ones(4096, 1, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.int64)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     token_log_probs(hidden, weight, targets, temperature=1.0, with_entropy=False)[0].sum().backward()
@@ -126,18 +119,14 @@ def test_logits_that_fit_are_made_once_and_change_no_bit(dtype, with_entropy, mo
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_logits_wait_for_a_backward_pass_alone(learns):
+def test_logits_wait_for_a_backward_pass_alone(learns, monkeypatch):
     hidden, weight, targets = make_case(37, 29, 12, torch.float32)
-    asked = []
-
-    class Tiles(tiled.TorchTiles):
-        def sums(self, *args, keep):
-            asked.append(keep)
-            return super().sums(*args, keep=keep)
-
+    asked, sums = [], tiled.TorchTiles.sums
+    noted = lambda self, *args, keep: asked.append(keep) or sums(self, *args, keep=keep)  # noqa: E731
+    monkeypatch.setattr(tiled.TorchTiles, "sums", noted)
     with torch.set_grad_enabled(learns):
-        tiled.tiled_log_probs(Tiles(), hidden, weight, targets, 1.0, True)
-    tiled.tiled_log_probs(Tiles(), hidden.detach(), weight.detach(), targets, 1.0, True)
+        tiled.tiled_log_probs(tiled.TorchTiles(), hidden, weight, targets, 1.0, True)
+    tiled.tiled_log_probs(tiled.TorchTiles(), hidden.detach(), weight.detach(), targets, 1.0, True)
     assert asked == [learns, False]
 
 
@@ -155,22 +144,18 @@ def test_bf16_logits_on_a_gpu_are_those_of_fp32_sums():
 
 
 def test_heads_on_a_cpu():
-    for name in ("torch", "auto"):
-        assert make_head(name, CPU) is token_log_probs
+    assert make_head("torch", CPU) is make_head("auto", CPU) is token_log_probs
     for name in ("triton", "liger"):
-        with pytest.raises(ConfigError, match="CUDA") as caught:
+        with pytest.raises(ConfigError, match=r"CUDA(?s:.)*impl_backend=auto"):
             make_head(name, CPU)
-        assert "model.fused_kernel_options.impl_backend=auto" in caught.value.remedy
 
 
 def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):
     options = {"path": str(qwen2_folder), "tokenizer_path": ""}
     fused = ModelConfig(**options, fused_kernel_options=FusedKernelOptions(impl_backend="triton"))
-    with pytest.raises(ConfigError, match="CUDA"):
-        make_engine(qwen2_folder, model=fused.model_copy(update={"use_fused_kernels": True}))
-    with pytest.raises(ConfigError, match="CUDA") as caught:
-        make_engine(qwen2_folder, use_liger=True)
-    assert caught.value.remedy == "set use_liger=false"
-    others = [fused.model_copy(update={"use_fused_kernels": used}) for used in (False, None)]
+    used, *others = (fused.model_copy(update={"use_fused_kernels": used}) for used in (True, False, None))
+    for keys in ({"model": used}, {"use_liger": True}):
+        with pytest.raises(ConfigError, match="CUDA"):
+            make_engine(qwen2_folder, **keys)
     for model in (*others, None):
         assert make_engine(qwen2_folder, model=model).module.head is token_log_probs

@@ -1,7 +1,4 @@
-"""The Triton head compared with the float64 reference.
-
-It is interpreted on a CPU. Without Triton the tests are skipped.
-"""
+"""The Triton head (interpreted on a CPU) compared with the float64 reference."""
 
 import pytest
 import torch

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -16,15 +17,10 @@ from tandem.models.packing import pack
 from tandem.models.score import ScoreModel
 from tandem.models.vocabulary import check_vocabulary, tokenizer_of_scorer
 from tandem.protocol import Ragged
-from tests.models.small import CPU, SHAPE, save
+from tests.models.small import CPU, SHAPE, make_engine, save
 from tests.support.tiny import CHARACTERS, make_tokenizer
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture
-def folder(qwen2_folder, tmp_path):
-    return shutil.copytree(qwen2_folder, tmp_path / "model")
 
 
 @pytest.fixture
@@ -36,15 +32,14 @@ def edit(folder, file="config.json", **changes):
     (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
 
 
-def without_a_weight(folder):
+def without(name, folder):
     stored = load_file(folder / WEIGHTS)
-    del stored["model.layers.1.mlp.up_proj.weight"]
+    del stored[name]
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def test_weights_arrive_unchanged_in_the_asked_type(folder):
-    stored = load_file(folder / WEIGHTS)
-    model = load_policy(folder, dtype=torch.float64)
+    stored, model = load_file(folder / WEIGHTS), load_policy(folder, dtype=torch.float64)
     assert model.training and model.config._attn_implementation == "tandem_packed"
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.float64
@@ -62,11 +57,13 @@ TROUBLE = [
     (r"config\.json", lambda folder: (folder / "config.json").unlink()),
     (r"config\.json cannot be used", lambda folder: (folder / "config.json").write_text("{")),
     ("contains no weights", lambda folder: (folder / WEIGHTS).unlink()),
+    ("cannot be loaded", lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1])),
     (
         "cannot be loaded",
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:200]),
     ),
-    (r"model\.layers\.1\.mlp\.up_proj\.weight", without_a_weight),
+    (r"model\.layers\.1\.mlp\.up_proj\.weight", partial(without, "model.layers.1.mlp.up_proj.weight")),
+    (r"model\.embed_tokens\.weight|lm_head\.weight", partial(without, "model.embed_tokens.weight")),
     (r"mlp\.\w+\.weight is \d+ × \d+", lambda folder: edit(folder, intermediate_size=64)),
     ("logits_scaling", lambda folder: edit(folder, logits_scaling=8.0)),
 ]
@@ -75,12 +72,10 @@ TROUBLE = [
 @pytest.mark.parametrize(("telling", "damage"), TROUBLE)
 def test_what_cannot_be_loaded_is_named(folder, telling, damage):
     damage(folder)
-    with pytest.raises(ModelError, match=telling) as caught:
-        load_policy(folder)
-    assert caught.value.field == "model.path"
-
-
-# Reward models
+    for load in (load_policy, make_engine):
+        with pytest.raises(ModelError, match=telling) as caught:
+            load(folder)
+        assert caught.value.field == "model.path"
 
 
 def test_a_scorers_weights_arrive_unchanged_with_the_trained_head(scorer):
@@ -90,31 +85,23 @@ def test_a_scorers_weights_arrive_unchanged_with_the_trained_head(scorer):
     assert set(found) == set(stored) and "score.weight" in found
     assert all(torch.equal(found[name], value.double()) for name, value in stored.items())
     assert not model.model.training
-    inputs = pack(Ragged.from_list([[1, 2]]), None, device=CPU, whole=True)
     with pytest.raises(EngineError, match="a score model"):
-        model(inputs, frozenset({"values"}))
+        model(pack(Ragged.from_list([[1, 2]]), None, device=CPU, whole=True), frozenset({"values"}))
 
 
 def test_folders_that_are_no_reward_model(folder, tmp_path):
     bert = {name: value for name, value in SHAPE.items() if name != "num_key_value_heads"}
     labels = save(Qwen3Config(**SHAPE, num_labels=3), tmp_path / "labels", scorer=True)
     other = save(BertConfig(**bert, num_labels=1), tmp_path / "bert", scorer=True)
-    refusals = [
-        (folder, "Qwen2ForCausalLM", {}),
-        (labels, "num_labels 3", {}),
-        (other, "Bert", {"attention": "sdpa"}),
-    ]
-    for path, got, options in refusals:
+    unsaved = shutil.copytree(folder, tmp_path / "unsaved")  # the head was never saved
+    edit(unsaved, architectures=["Qwen2ForSequenceClassification"], id2label={"0": "LABEL_0"})
+    for path, got, options in (
+        *((folder, "Qwen2ForCausalLM", {}), (labels, "num_labels 3", {})),
+        *((other, "Bert", {"attention": "sdpa"}), (unsaved, "score.weight", {})),
+    ):
         with pytest.raises(ModelError) as caught:
             load_scorer(path, **options)
         assert got in caught.value.got
-    edit(folder, architectures=["Qwen2ForSequenceClassification"], id2label={"0": "LABEL_0"})
-    with pytest.raises(ModelError) as caught:  # a head that was never saved
-        load_scorer(folder)
-    assert "score.weight" in caught.value.got
-
-
-# Tokenizers
 
 
 def words(folder, vocabulary, **special):
@@ -124,18 +111,15 @@ def words(folder, vocabulary, **special):
     return folder
 
 
-def test_tokenizer(tmp_path):
-    folder = words(tmp_path, {"<eos>": 0, "a": 1, "<unk>": 2}, eos_token="<eos>")
-    tokenizer = load_tokenizer(folder, custom_chat_template="{{ messages[0].content }}!")
+def test_tokenizers(folder, tmp_path):
+    own = words(tmp_path / "own", {"<eos>": 0, "a": 1, "<unk>": 2}, eos_token="<eos>")
+    tokenizer = load_tokenizer(own, custom_chat_template="{{ messages[0].content }}!")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
-
-
-def test_no_tokenizer_and_one_without_an_end(folder, tmp_path):
-    with pytest.raises(ModelError, match="no tokenizer"):
-        load_tokenizer(folder)
-    with pytest.raises(ModelError, match="end-of-sequence"):
-        load_tokenizer(words(tmp_path, {"a": 0, "<unk>": 1}))
+    endless = words(tmp_path / "endless", {"a": 0, "<unk>": 1})
+    for path, telling in ((folder, "no tokenizer"), (endless, "end-of-sequence")):
+        with pytest.raises(ModelError, match=telling):
+            load_tokenizer(path)
 
 
 def test_vocabularies(tmp_path):

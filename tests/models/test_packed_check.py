@@ -1,8 +1,4 @@
-"""The check of packing passes good models and finds bad ones.
-
-Bad models are those in which sequences see each other or positions are counted across sequences. They are
-found for any scale of the weights and any length of the windows.
-"""
+"""The check of packing finds models in which sequences see each other or positions count on."""
 
 import math
 
@@ -57,7 +53,16 @@ def checked(capsys):
     return run
 
 
-def leak(monkeypatch):
+def test_a_sound_model(llama, checked):
+    found, _ = check_packed(llama)
+    assert found.gradient == 0 and found.others <= 1e-12 and found.alone < 1e-9 and found.beyond < 1e-9
+    assert found.sound and torch.get_default_dtype() == torch.float32
+    assert checked(llama)[0] == 0
+    status, said = checked()
+    assert status == 1 and "--model takes one folder" in said
+
+
+def test_sequences_that_see_each_other(llama, monkeypatch, checked):
     """Let every token see all tokens before it, in any sequence."""
 
     def whole_row(rows, plan, scale):
@@ -65,22 +70,9 @@ def leak(monkeypatch):
         return attention._causal(q, k, v, scale)[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "rectangular", whole_row)
-
-
-def test_a_sound_model(llama, checked):
-    found, _ = check_packed(llama)
-    assert found.gradient == 0 and found.others <= 1e-12 and found.alone < 1e-9 and found.beyond < 1e-9
-    assert found.sound and torch.get_default_dtype() == torch.float32
-    status, said = checked(llama)
-    assert status == 0 and "can be trained packed" in said
-
-
-def test_sequences_that_see_each_other(llama, monkeypatch, checked):
-    leak(monkeypatch)
     found, _ = check_packed(llama)
     assert found.gradient > 0 and found.others > 1e-3 and not found.sound
-    status, said = checked(llama)
-    assert status == 1 and "cannot be trained packed" in said
+    assert checked(llama)[0] == 1
     with pytest.raises(ModelError, match="packed sequences differently"):
         make_engine(llama)
 
@@ -109,8 +101,7 @@ def test_sequences_beyond_a_window_or_an_angle_limit(tmp_path, kind, changes, li
     require_sound(found, folder, limit)
     with pytest.raises(ModelError, match="of this length"):
         require_sound(found, folder, limit + 1)
-    status, said = checked(folder)
-    assert status == 1 and f"beyond {limit} tokens" in said
+    assert checked(folder)[0] == 1
 
 
 @pytest.mark.parametrize("kind", ["seed_oss", "starcoder2"])
@@ -127,13 +118,16 @@ def test_dropouts_of_any_name_are_off(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
-        ("gpt2", {}, "no list of layers"),
-        ("gemma2", {"head_dim": 8}, "plain"),
-        ("cohere", {"logit_scale": 0.3}, "plain matrix"),
-        ("granite", {"logits_scaling": 2.0}, "plain matrix"),
-        ("phi", {}, "plain matrix"),
-        ("mamba", {}, "cannot be trained on packed sequences"),
-        ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "random numbers"),
+        *(
+            ("gpt2", {}, "no list of layers"),
+            ("gemma2", {"head_dim": 8}, "plain"),
+            ("phi", {}, "plain matrix"),
+        ),
+        *(
+            ("cohere", {"logit_scale": 0.3}, "plain matrix"),
+            ("granite", {"logits_scaling": 2.0}, "plain matrix"),
+        ),
+        *(("mamba", {}, "packed"), ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "random")),
     ],
 )
 def test_what_training_has_not_is_named(tmp_path, kind, changes, problem, checked):
@@ -152,31 +146,24 @@ def test_train_refuses_what_check_refuses_whatever_the_rollout(lab, tmp_path, ca
     assert not (tmp_path / "run").exists()
 
 
-def test_nan_is_not_sound():
-    assert not PackedCheck(0.0, float("nan"), 0.0, 0.0).sound_within
-    assert not PackedCheck(0.0, 0.0, 0.0, float("nan")).sound
-
-
 def test_a_small_copy_keeps_every_kind_of_layer():
     sizes = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     windows = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
     config = CONFIG_MAPPING["qwen2"](hidden_size=4096, intermediate_size=22016, **sizes, **windows)
-    assert config.layer_types == ["full_attention"] * 28 + ["sliding_attention"] * 4
     small = small_copy(config)
-    assert set(small.layer_types) == set(config.layer_types)
+    assert set(small.layer_types) == set(config.layer_types) == {"full_attention", "sliding_attention"}
     assert len(small.layer_types) == small.num_hidden_layers < 8
     assert (small.hidden_size, small.num_attention_heads, small.num_key_value_heads) == (256, 32, 8)
     assert small.vocab_size < 100 and max(window_limits(small)) < LONGEST
     assert window_limits(config) == [4096]
-
-
-def test_a_small_copy_keeps_layers_that_are_listed_by_number():
-    changes = {"num_hidden_layers": 20, "mlp_only_layers": [17]}
-    small = small_copy(CONFIG_MAPPING["qwen3_moe"](**(SIZES | EXPERTS | changes)))
+    listed = {"num_hidden_layers": 20, "mlp_only_layers": [17]}  # by number
+    small = small_copy(CONFIG_MAPPING["qwen3_moe"](**(SIZES | EXPERTS | listed)))
     assert small.num_hidden_layers == 3 and small.mlp_only_layers == [2]
 
 
-def test_embeddings_that_cannot_be_seen_are_no_proof(llama, monkeypatch):
+def test_what_cannot_be_seen_is_no_proof(llama, monkeypatch):
+    assert not PackedCheck(0.0, math.nan, 0.0, 0.0).sound_within
+    assert not PackedCheck(0.0, 0.0, 0.0, math.nan).sound
     monkeypatch.setattr(torch.Tensor, "requires_grad", property(lambda tensor: False))
     found, _ = check_packed(llama)
     assert math.isnan(found.gradient) and not found.sound_within
@@ -193,15 +180,9 @@ def test_positions_that_count_through(llama, monkeypatch):
     assert found.gradient == 0 and found.alone > 0.01 and not found.sound
 
 
-def test_one_folder_is_named(checked):
-    status, said = checked()
-    assert status == 1 and "--model takes one folder" in said
-
-
 def test_weights_with_nan_are_no_matter_of_packing(llama):
     weights = load_file(llama / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="not finite") as caught:
+    with pytest.raises(ModelError, match=r"not finite(?s:.)*NaN"):
         make_engine(llama)
-    assert "NaN" in str(caught.value.got)

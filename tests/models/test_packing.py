@@ -21,12 +21,10 @@ def test_every_token_has_its_place_in_a_rectangle(rows):
     assert plan.padded_tokens == sum(n * width for n, width in plan.rectangles)
     places = torch.arange(sum(rows)) if plan.places is None else plan.places
     # Each sequence starts at the start of a row of a rectangle that is wide enough.
-    starts = {}
-    begin = 0
+    starts, begin, taken = {}, 0, set()
     for n, width in plan.rectangles:
         starts.update({begin + i * width: width for i in range(n)})
         begin += n * width
-    taken = set()
     for run in places.split(rows):
         first = int(run[0])
         assert run.tolist() == list(range(first, first + len(run)))
@@ -34,15 +32,11 @@ def test_every_token_has_its_place_in_a_rectangle(rows):
         taken.add(first)
 
 
-def test_equal_lengths_need_no_copy():
+def test_padding_stays_small_and_equal_lengths_need_no_copy():
     plan = Packing([7, 7, 7], CPU)
     assert plan.places is None and plan.rectangles == ((3, 7),)
-
-
-def test_padding_stays_small():
     plan = Packing(list(range(4, 65)), CPU)
-    assert plan.padded_tokens <= 1.2 * sum(range(4, 65))
-    assert len(plan.rectangles) <= 8
+    assert plan.padded_tokens <= 1.2 * sum(range(4, 65)) and len(plan.rectangles) <= 8
 
 
 @pytest.mark.parametrize("pad_to_longest", [False, True])

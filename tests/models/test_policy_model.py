@@ -57,17 +57,17 @@ def test_without_padding_no_padding_is_computed(qwen2_folder):
     assert seen == [sum(max(n - 1, 1) for n in LENGTHS), len(LENGTHS) * (max(LENGTHS) - 1)]
 
 
-def test_only_what_is_asked_for(qwen2_folder):
+def test_only_what_is_asked_for_and_what_cannot_be(qwen2_folder):
     tokens, mask, _ = batch()
-    policy, inputs = PolicyModel(load_policy(qwen2_folder)), pack(tokens, mask, device=CPU)
+    policy, inputs = PolicyModel(load_policy(qwen2_folder)), assembled(tokens, mask)
     assert set(policy(inputs, frozenset({"log_probs"}))) == {"log_probs"}
     with pytest.raises(ConfigError, match="temperature"):
         PolicyModel(policy.model, temperature=0.0)
-    with pytest.raises(EngineError, match="values"):
-        policy(inputs, VALUES)
-
-
-# The KL to a reference, over the whole vocabulary
+    for output, telling in (("values", "values"), ("ref_kl", "output head"), ("ref_kl", "hidden states")):
+        with pytest.raises(EngineError, match=telling):
+            policy(inputs, frozenset({output}))
+        if telling == "output head":
+            policy.reference_head = policy.model.get_output_embeddings().weight.detach()
 
 
 def assembled(tokens, mask, **columns):
@@ -105,18 +105,6 @@ def test_kl_to_the_reference_and_collisions(model_folder):
     (out["ref_kl"] * mix[0]).sum().backward()
     (kl * mix[0]).sum().backward()
     assert_same_gradients(policy, plain, 1e-10)
-
-
-def test_a_policy_that_lacks_the_references_part_says_which(qwen2_folder):
-    policy, inputs = PolicyModel(load_policy(qwen2_folder)), assembled(*batch()[:2])
-    with pytest.raises(EngineError, match="output head"):
-        policy(inputs, frozenset({"ref_kl"}))
-    policy.reference_head = policy.model.get_output_embeddings().weight.detach()
-    with pytest.raises(EngineError, match="hidden states"):
-        policy(inputs, frozenset({"ref_kl"}))
-
-
-# Values
 
 
 def test_first_values_are_zero_and_the_head_learns(model_folder):

@@ -1,10 +1,6 @@
-"""Output head and embedding over a vocabulary that three ranks share, compared with a slow reference.
-
-Each rank runs this file as a script: it computes all cases from the same inputs, and writes the results.
-"""
+"""Output head and embedding over a vocabulary that three ranks share, compared with a slow reference."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -16,10 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.heads import tiled
-from tandem.models.parallel import init_distributed, leave_distributed
 from tandem.models.tensor_group import TensorGroup
 from tandem.models.tensor_parallel import Split
-from tests.support.ranks import run_ranks
+from tests.engines.train.on_ranks import on_ranks
 
 ROWS, FEATURES, PADDING = 37, 12, 13
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -56,28 +51,18 @@ def embedding(group, vocabulary):
     return out.detach(), module.weight.grad.full_tensor()
 
 
-def main():
-    init_distributed(torch.device("cpu"))
+def job():
     group = TensorGroup(init_device_mesh("cpu", (dist.get_world_size(),)), CollectiveMeter())
-    record = {
-        "head": {case: head(group, *case) for case in CASES},
-        "embedding": {vocabulary: embedding(group, vocabulary) for vocabulary in (29, 30)},
-    }
-    parts = [None] * group.size
-    dist.all_gather_object(parts, record)
-    if group.rank == 0:
-        torch.save(parts, sys.argv[1])
-    leave_distributed(together=True)
+    heads = {case: head(group, *case) for case in CASES}
+    return {"head": heads, "embedding": {vocabulary: embedding(group, vocabulary) for vocabulary in (29, 30)}}
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    results = tmp_path_factory.mktemp("vocabulary") / "record.pt"
-    run_ranks(__file__, results, ranks=3)
-    return torch.load(results, weights_only=False)
+def ranks():
+    return on_ranks(job, ranks=3)
 
 
 def test_log_probs_entropies_and_gradients(ranks):
@@ -116,7 +101,3 @@ def test_the_embedding_and_its_padding(ranks):
             assert torch.equal(out, expected)
             assert torch.equal(gradient, weight.grad)
             assert not gradient[PADDING].any()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+import tandem
 from tandem.checkpoint import CheckpointManager
 from tandem.checkpoint.hf_export import export
 from tandem.cli.main import main
@@ -94,14 +95,8 @@ def test_the_peak_is_a_shard_and_a_tensor(run, tmp_path):
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
 def test_merged_experts_are_stored_one_by_one(tmp_path, max_shard_bytes):
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 48,
-        "head_dim": 8,
-    }
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    sizes = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
     config = Qwen3MoeConfig(**sizes, **heads, **experts)
     torch.manual_seed(0)
@@ -124,6 +119,11 @@ def test_merged_experts_are_stored_one_by_one(tmp_path, max_shard_bytes):
     assert all(torch.equal(same[name], value) for name, value in model.named_parameters())
 
 
+def same_files(*folders):
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    return first == second
+
+
 KEPT = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.total_training_steps=4")
 
 
@@ -139,15 +139,14 @@ def test_the_best_of_a_run_is_kept_and_exported(lab, capsys):
         out = lab.folder / f"{mode}_best"
         assert main(["export", str(run.folder), str(out), "--best"]) == 0
         assert str(out) in capsys.readouterr().out
+        tandem.open(run.folder).export(python := lab.folder / f"{mode}_python", best=True)
+        assert same_files(out, python)
         wanted = lab.folder / f"{mode}_wanted"
         export_checkpoint(first.folder / "checkpoints" / f"step_{best:06d}", wanted)
         found, same = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (out, wanted))
         assert all(torch.equal(found[name], value) for name, value in same.items())
-    newest = export_checkpoint(first.folder, lab.folder / "newest")
-    assert all(
-        torch.equal(value, first.weights()[name])
-        for name, value in AutoModelForCausalLM.from_pretrained(newest).named_parameters()
-    )
+    newest = AutoModelForCausalLM.from_pretrained(export_checkpoint(first.folder, lab.folder / "newest"))
+    assert all(torch.equal(value, first.weights()[name]) for name, value in newest.named_parameters())
 
 
 def test_a_metric_that_no_step_has_is_told_once_and_no_best_is_exported(lab):

@@ -7,9 +7,7 @@ import yaml
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-import tandem
 from tandem.checkpoint import CheckpointManager
-from tandem.cli.main import main
 from tandem.offline.export import export_checkpoint
 from tests.support.tiny import TEMPLATE, make_model, make_tokenizer
 
@@ -25,15 +23,10 @@ OF_CODE = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "mo
 NAMED = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": OTHER}]
 NO_TEMPLATE = {"chat_template.jinja": None}
 PROCESSORS = ("preprocessor_config", "processor_config", "video_preprocessor_config")
+UNKNOWN = {"of_nobody": {"a": [1, None]}, "attention_dropout": 0.1, "torch_dtype": "float32"}
+END = {"eos_token_id": [7], "top_p": 0.8, "unheard_of": 3}
 KINDS = {
-    "generation": {
-        "generation_config.json": {
-            "eos_token_id": [1, 7, 9],
-            "top_p": 0.8,
-            "unheard_of": 3,
-            "do_sample": True,
-        }
-    },
+    "generation": {"generation_config.json": END | {"eos_token_id": [1, 7, 9], "do_sample": True}},
     "template in a field": NO_TEMPLATE | {"tokenizer_config.json": {"chat_template": TEMPLATE}},
     "templates in a field": NO_TEMPLATE | {"tokenizer_config.json": {"chat_template": NAMED}},
     "templates in files": {"additional_chat_templates/tool_use.jinja": OTHER},
@@ -47,9 +40,7 @@ KINDS = {
         **{f"{name}.json": {"image_mean": [0.5], "name": name} for name in PROCESSORS},
         "chat_template.json": {"chat_template": OTHER},
     },
-    "unknown fields": {
-        "config.json": {"of_nobody": {"a": [1, None]}, "attention_dropout": 0.1, "torch_dtype": "float32"}
-    },
+    "unknown fields": {"config.json": UNKNOWN},
     "generation in the config": {
         "generation_config.json": None,
         "config.json": {"top_k": 7, "temperature": 0.5, "eos_token_id": [1, 8]},
@@ -121,9 +112,8 @@ def seen(folder, *, code=False):
 @pytest.fixture
 def export(tmp_path):
     """Return a function that exports a run of the model in `model`."""
-    return lambda model, **keys: export_checkpoint(
-        make_run(tmp_path / "run", model, **keys), tmp_path / "out"
-    )
+    run, out = tmp_path / "run", tmp_path / "out"
+    return lambda model, **keys: export_checkpoint(make_run(run, model, **keys), out)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +156,6 @@ def test_the_template_of_the_config_is_the_only_one(tmp_path, export, kind):
 
 
 def test_links_and_folders_of_others(tmp_path):
-    """Links to files, as in a hub's cache, are copied; folders with other content are not."""
     stored, model = change(make_model(tmp_path / "stored"), KINDS["generation"]), tmp_path / "model"
     (model / ".cache").mkdir(parents=True)
     for path in stored.iterdir():
@@ -180,21 +169,11 @@ def test_links_and_folders_of_others(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "end"),
     [
-        ({"generation_config.json": {"eos_token_id": [7], "top_p": 0.8, "unheard_of": 3}}, 7),
+        ({"generation_config.json": END}, 7),
         ({"generation_config.json": None, "config.json": {"top_k": 7}}, 8),
     ],
 )
 def test_transformers_stops_where_the_run_did(tmp_path, export, changes, end):
-    """End tokens of tokenizer and template are added if generation_config.json lacks them."""
     model = change(make_model(tmp_path / "model", eos_token_id=8), changes)
     out = export(model, custom_chat_template="{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}")
     assert seen(out)["generation"] == seen(model)["generation"] | {"eos_token_id": [end, 1]}
-
-
-def test_the_best_checkpoint_from_python_and_from_a_shell(lab, tmp_path):
-    change(lab.model, KINDS["generation"] | KINDS["templates in files"])
-    words = ("trainer.save_freq=1", "trainer.keep_best=actor/entropy", "trainer.keep_best_mode=max")
-    run = lab.run("best", *words)
-    tandem.open(run.folder).export(tmp_path / "python", best=True)
-    assert main(["export", str(run.folder), str(tmp_path / "shell"), "--best"]) == 0
-    assert files(tmp_path / "python") == files(tmp_path / "shell") == files(lab.model)

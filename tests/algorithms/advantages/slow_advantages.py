@@ -1,7 +1,4 @@
-"""Every advantage estimator, written from its equation in float64, one sequence at a time.
-
-Each function returns advantages and returns of all tokens, or no returns if they are the advantages.
-"""
+"""Every advantage estimator from its equation, in float64. No returns means that they are the advantages."""
 
 import math
 from typing import NamedTuple
@@ -98,9 +95,6 @@ def optimal_token_baseline(columns, handle_zero_tail, compact=False):
 
 def tir_optimal_token_baseline(columns, handle_zero_tail):
     return optimal_token_baseline(columns, handle_zero_tail, compact=True)
-
-
-# One number for each sequence
 
 
 class Sample(NamedTuple):

@@ -6,13 +6,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.registry import ADVANTAGES
+from tandem.algorithms.registry import ADVANTAGES, Advantages
 from tandem.algorithms.registry import advantage_estimator as find
 from tandem.errors import ConfigError, RewardError
 from tests.algorithms.advantages import slow_advantages as slow
-from tests.algorithms.batches import batches, offsets_of, ragged_columns, whitened
+from tests.algorithms.batches import SEEDS, batches, offsets_of, ragged_columns, rows, whitened
 
 UNIT = st.sampled_from([0.0, 0.95, 0.99, 1.0]) | st.floats(0, 1)
 BARS = st.sampled_from([(1.0, 1.0), (2.0, 0.5), (0.3, 0.3)])
@@ -100,9 +101,8 @@ def test_float32_at_32768_steps(name, options):
     columns["rollout_log_probs"] = columns["old_log_probs"] + 0.01 * columns["values"]
     assert columns["response_mask"].sum() > 20_000
     options = {key: float(value) for key, value in options.items()}
-    for got, want in zip(
-        find(name)(columns, **options), getattr(slow, name)(columns, **options), strict=True
-    ):
+    found, wanted = find(name)(columns, **options), getattr(slow, name)(columns, **options)
+    for got, want in zip(found, wanted, strict=True):
         assert (got - want).abs().max() <= 2e-6 * want.abs().max()
 
 
@@ -120,9 +120,7 @@ def estimated(name, lengths, rewards, mask=None, group=None, options=None, **col
     """Return advantages and returns of a batch; by default, all tokens are responses to one prompt."""
     given = {"token_level_rewards": rewards, **columns}
     tensors = {key: torch.tensor(values) for key, values in given.items()}
-    tensors["response_mask"] = (
-        torch.ones(len(rewards), dtype=torch.bool) if mask is None else torch.tensor(mask) > 0
-    )
+    tensors["response_mask"] = torch.tensor(mask or [1] * len(rewards)) > 0
     tensors["offsets"] = offsets_of(lengths)
     tensors["group"] = torch.tensor(group or [0] * len(lengths))
     return find(name)(tensors, **(options or {}))
@@ -201,11 +199,9 @@ def test_maxrl_by_hand():
 @pytest.mark.equation("advantages/maxrl")
 @pytest.mark.parametrize(("samples", "rate"), [(2, 0.3), (5, 0.05), (8, 0.6)])
 def test_maxrl_climbs_one_term_of_the_likelihood_less_than_there_are_samples(samples, rate):
-    """MaxRL with n samples follows the gradient of the first n - 1 terms of the log-likelihood.
+    """The mean gradient with respect to p is that of the first n - 1 terms of log p = -sum_k (1 - p)**k / k.
 
-    A policy succeeds with probability p. The mean gradient with respect to p, over all outcomes of n samples,
-    equals that of the first n - 1 terms of log p = -sum_k (1 - p)**k / k. For dr_grpo, it is the gradient of
-    the first term, times (n-1)/n.
+    For dr_grpo, it is the gradient of the first term, times (n-1)/n.
     """
     mean = {"maxrl": 0.0, "dr_grpo": 0.0}
     for right in range(samples + 1):
@@ -223,14 +219,70 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
     """One sample is correct and long, the other wrong and short; both have the same sum of components."""
 
     def weighted(*weights):
-        options = {"gdpo_reward_weights": weights}
-        components = [[1.0, 0.0], [0.0, 1.0]]
-        return estimated(
-            "gdpo", [1, 1], [0.0, 0.0], reward_components=components, options=options
-        ).advantages.tolist()
+        given = {"reward_components": [[1.0, 0.0], [0.0, 1.0]], "options": {"gdpo_reward_weights": weights}}
+        return estimated("gdpo", [1, 1], [0.0, 0.0], **given).advantages.tolist()
 
     assert weighted() == [0.0, 0.0]
     assert weighted(2.0, 1.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
     with pytest.raises(ConfigError) as caught:
         weighted(1.0)
     assert caught.value.field == "gdpo_reward_weights"
+
+
+LENGTHS = st.lists(st.integers(0, 60) | st.sampled_from([1, 400]), min_size=2, max_size=8)
+
+
+def usable(lengths, seed, dtype=torch.float64, holes=0.2):
+    """Return columns that every estimator accepts: rewards are success rates, and probabilities are valid."""
+    columns = ragged_columns(lengths, seed, dtype, holes)
+    squares = columns["old_log_probs"].exp() ** 2 + 0.1
+    inside = {"sum_pi_squared": squares, "old_log_probs": columns["old_log_probs"]}
+    inside = {name: torch.where(columns["response_mask"], each, torch.nan) for name, each in inside.items()}
+    return columns | inside | {"token_level_rewards": columns["token_level_rewards"].abs().clamp(max=1)}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names)
+@given(lengths=LENGTHS, seed=SEEDS)
+@settings(deadline=None, max_examples=8)
+def test_tokens_outside_the_mask_do_not_matter(name, lengths, seed):
+    """Each sequence gets two tokens before it and three after it, with NaN in all columns but the rewards."""
+    columns = usable(lengths, seed, holes=0.0)
+    spans, wide = rows(columns), {}
+    for key, column in columns.items():
+        if key in ("group", "reward_baselines", "reward_components"):
+            wide[key] = column
+        elif key == "offsets":
+            wide[key] = column + 5 * torch.arange(len(column))
+        else:
+            empty = 0 if key.startswith("token_level") or key == "response_mask" else torch.nan
+            front, back = (torch.full((n,), empty, dtype=torch.float64).to(column.dtype) for n in (2, 3))
+            wide[key] = torch.cat([part for row in spans for part in (front, column[row], back)])
+    places = [slice(row.start + 5 * i + 2, row.stop + 5 * i + 2) for i, row in enumerate(spans)]
+    found = find(name)(wide)
+    for plain, part in zip(find(name)(columns), found, strict=True):
+        inside = torch.cat([part[place] for place in places])
+        torch.testing.assert_close(plain, inside, rtol=1e-7, atol=1e-7)
+        assert not part[~wide["response_mask"]].any()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names)
+@pytest.mark.parametrize("lengths", [[1], [3, 1], [0, 4], [5, 5, 5, 5], [4096, 1, 4095]])
+@pytest.mark.parametrize("case", ["no response", "all alone", "equal rewards", "no rewards"])
+def test_edges_give_finite_numbers_that_leave_the_inputs_alone(name, lengths, case):
+    columns = usable(lengths, 1, torch.float32)
+    if case == "no response":
+        columns["response_mask"] = torch.zeros_like(columns["response_mask"])
+    elif case == "all alone":
+        columns["group"] = torch.arange(len(lengths))
+    else:
+        columns["group"] = torch.zeros_like(columns["group"])
+        rewards = torch.where(columns["response_mask"], 0.3 if case == "equal rewards" else 0.0, 0.0)
+        columns["token_level_rewards"] = rewards
+    before = {key: column.clone() for key, column in columns.items()}
+    got = find(name)(columns)
+    assert isinstance(got, Advantages)
+    for part in got:
+        assert part.dtype == torch.float32 and part.isfinite().all()
+        assert not part[~columns["response_mask"]].any()
+    for key, column in columns.items():
+        torch.testing.assert_close(column, before[key], rtol=0, atol=0, equal_nan=True)

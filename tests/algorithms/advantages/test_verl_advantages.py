@@ -28,6 +28,9 @@ GROUPS = [0, 1, 0, 2, 1, 0, 2, 1, 0, 2, 1, 0]
 WITH_LONERS = [0, 1, 0, 2, 1, 0, 5, 1, 0, 4, 3, 0]
 
 
+BY_STD = [*((name, WITH_LONERS) for name in ("grpo", "grpo_vectorized", "gdpo")), ("grpo_passk", GROUPS)]
+
+
 class Case(NamedTuple):
     name: str
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -39,10 +42,8 @@ class Case(NamedTuple):
 CASES = [
     *(Case("gae", {"gamma": gamma, "lam": lam}) for gamma in (1.0, 0.9) for lam in (0.0, 0.95, 1.0)),
     *(
-        Case(
-            name, {"norm_adv_by_std_in_grpo": by_std}, groups=GROUPS if name == "grpo_passk" else WITH_LONERS
-        )
-        for name, by_std in product(("grpo", "grpo_vectorized", "gdpo", "grpo_passk"), (True, False))
+        Case(name, {"norm_adv_by_std_in_grpo": by_std}, groups=groups)
+        for (name, groups), by_std in product(BY_STD, (True, False))
     ),
     *(Case("reinforce_plus_plus", {"gamma": gamma}) for gamma in (1.0, 0.9)),
     Case("rloo_vectorized", groups=GROUPS),
@@ -56,10 +57,7 @@ CASES = [
 
 
 def rectangles(case, seed):
-    """Return padded columns of responses with several lengths, with holes and with one empty response.
-
-    Padding is on the right. The first token of each response is always from the policy.
-    """
+    """Return columns, padded on the right, of responses with holes; the first token is from the policy."""
     draw = torch.Generator().manual_seed(seed)
     shape = SAMPLES, LONGEST
     lengths = torch.randint(2, LONGEST, (SAMPLES,), generator=draw)
@@ -119,10 +117,8 @@ def test_the_same_numbers(number, answers):
 @pytest.mark.equation("advantages/gdpo", "advantages/gpg")
 def test_weights_of_components_and_gpgs_factor(tmp_path):
     """GDPO equals verl's, which reads the weights from the config; GPG differs only by its factor."""
-    weighted, factor = (
-        Case("gdpo", {"gdpo_reward_weights": (2.0, 0.5)}, groups=GROUPS),
-        Case("gpg", groups=GROUPS),
-    )
+    weighted = Case("gdpo", {"gdpo_reward_weights": (2.0, 0.5)}, groups=GROUPS)
+    factor = Case("gpg", groups=GROUPS)
     first, columns = rectangles(weighted, 0), rectangles(factor, 1)
     scores = torch.tensor([1.0, 1, 0, 0, 1, 0, 0, 1, 1, 0, 1, 0])  # group 2 never succeeds, group 1 always
     columns["token_level_rewards"] = torch.zeros(SAMPLES, LONGEST)

@@ -47,10 +47,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def rectangles(seed):
-    """Return padded log-probs with holes, as tool tokens make them.
-
-    Training's and the rollout's log-probs differ by 0.3 nats, at one token by 25.
-    """
+    """Return padded log-probs with holes. Those of the rollout are 0.3 nats apart, at one token 25."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LONGEST + 1, (SAMPLES, 1), generator=draw)
     mask = (torch.arange(LONGEST) < lengths) & (torch.rand(SAMPLES, LONGEST, generator=draw) < 0.85)
@@ -65,9 +62,8 @@ def ours(columns, options):
     mask, metrics = columns["response_mask"], Metrics()
     log_probs = (columns[name].flatten() for name in ("old_log_prob", "rollout_log_prob"))
     offsets = torch.arange(SAMPLES + 1) * LONGEST
-    weights, kept = Correction(RolloutCorrectionConfig(**options))(
-        *log_probs, mask.flatten(), offsets, metrics
-    )
+    correction = Correction(RolloutCorrectionConfig(**options))
+    weights, kept = correction(*log_probs, mask.flatten(), offsets, metrics)
     shaped = None if weights is None else weights.view(mask.shape)
     return shaped, kept.view(mask.shape), metrics.to_floats()
 

@@ -1,8 +1,4 @@
-"""Every policy loss, written from its paper's equations, one sequence at a time, in plain Python floats.
-
-Each function returns the loss of each token and its slope with respect to the token's log-prob. If a sequence
-has a single loss, it returns that loss and its slopes with respect to all its log-probs.
-"""
+"""Every policy loss from its equations: the loss and slope of each token of a sequence, in floats."""
 
 import math
 from dataclasses import dataclass

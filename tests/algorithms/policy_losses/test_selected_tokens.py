@@ -78,33 +78,24 @@ def test_a_loss_takes_the_options_of_what_chooses_for_it():
     assert spec.selection(columns, {"ppo_kl_coef": 2.0, "kl_cov_ratio": 0.5}).tolist() == [True, False]
 
 
+def choose(advantages, response_mask, *, weight=1.0): ...
+def unchosen(log_probs, selected_tokens): ...
+def unread(log_probs): ...
+def twice(log_probs, selected_tokens, *, weight=1.0): ...
+def numbers(log_probs, selected_tokens): ...
+
+
 def test_a_loss_and_its_choice_that_do_not_fit_are_refused():
     registry = Registry(PolicyLossSpec)
-
-    def unchosen(log_probs, selected_tokens): ...
-
-    with pytest.raises(ConfigError, match=r"selected_tokens.*selects_tokens"):
-        registry.register("unchosen")(unchosen)
-
-    def choose(advantages, response_mask, *, weight=1.0): ...
-
-    @selects_tokens(choose)
-    def unread(log_probs): ...
-
-    with pytest.raises(ConfigError, match=r"selected_tokens.*selects_tokens"):
-        registry.register("unread")(unread)
-
-    @selects_tokens(choose)
-    def twice(log_probs, selected_tokens, *, weight=1.0): ...
-
-    with pytest.raises(ConfigError, match=r"choose.*'weight'"):
-        registry.register("twice")(twice)
+    for loss, telling in (
+        (unchosen, r"selected_tokens.*selects_tokens"),
+        (selects_tokens(choose)(unread), r"selected_tokens.*selects_tokens"),
+        (selects_tokens(choose)(twice), r"choose.*'weight'"),
+    ):
+        with pytest.raises(ConfigError, match=telling):
+            registry.register(loss.__name__)(loss)
     with pytest.raises(ConfigError, match="'log_probs' is not a column"):
         selects_tokens(lambda log_probs: log_probs)(kl_cov)
-
-    @selects_tokens(lambda response_mask: response_mask.long())
-    def numbers(log_probs, selected_tokens): ...
-
-    registry.register("numbers")(numbers)
+    registry.register("numbers")(selects_tokens(lambda response_mask: response_mask.long())(numbers))
     with pytest.raises(ConfigError, match="bool tensor of shape"):
         registry.find("numbers").selection({"response_mask": torch.ones(2, dtype=torch.bool)}, {})

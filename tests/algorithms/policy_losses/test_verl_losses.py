@@ -29,22 +29,15 @@ SAMPLES, LONGEST = 8, 32
 BY_SEQUENCE = ("geo_mean", "sapo")
 CLIPS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 2.0}
 
+NARROW = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}
+ALL = {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0}  # Clip-Cov selects all candidates
+NONE = {"clip_cov_ratio": 0.5, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0}
 OPTIONS = {
-    "cispo": [{}, CLIPS],
-    "clip_cov": [
-        {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 2.0},  # selects all candidates
-        {"clip_cov_ratio": 0.5, "clip_cov_lb": 90.0, "clip_cov_ub": 99.0},  # selects no token
-    ],
-    "dppo_kl": [{}, CLIPS, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}],
-    "dppo_tv": [{}, CLIPS, {"clip_ratio_low": 0.01, "clip_ratio_high": 0.02}],
-    "dro": [{"dro_beta": 0.2}],
-    "geo_mean": [{}, CLIPS],
-    "gpg": [{}],
+    **{"cispo": [{}, CLIPS], "dppo_kl": [{}, CLIPS, NARROW], "dppo_tv": [{}, CLIPS, NARROW]},
+    **{"geo_mean": [{}, CLIPS], "vanilla": [{}, CLIPS], "gpg": [{}], "reinforce": [{}]},
+    **{"clip_cov": [ALL, NONE], "dro": [{"dro_beta": 0.2}], "sapo": [{}, {"tau_pos": 0.5, "tau_neg": 3.0}]},
     "gspo": [{}, {"clip_ratio_low": 0.0003, "clip_ratio_high": 0.0004}],
-    "kl_cov": [{"kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}, {"kl_cov_ratio": 1e-9, "ppo_kl_coef": 0.7}],
-    "reinforce": [{}],
-    "sapo": [{}, {"tau_pos": 0.5, "tau_neg": 3.0}],
-    "vanilla": [{}, CLIPS],
+    "kl_cov": [{"kl_cov_ratio": ratio, "ppo_kl_coef": 0.7} for ratio in (0.1, 1e-9)],
 }
 
 

@@ -1,5 +1,3 @@
-"""Folders of a tiny model, a tiny scorer, and models of every layout."""
-
 import pytest
 
 from tests.engines.train import synthetic

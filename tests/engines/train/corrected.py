@@ -10,10 +10,8 @@ from tests.engines.train import synthetic
 SETTINGS = {
     "token": {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.8"},
     "sequence": {
-        "rollout_is": "sequence",
-        "rollout_is_threshold": "0.3_3.0",
-        "rollout_rs": "seq_mean_k3,token_k2",
-        "rollout_rs_threshold": "0.15,0.4",
+        **{"rollout_is": "sequence", "rollout_is_threshold": "0.3_3.0"},
+        **{"rollout_rs": "seq_mean_k3,token_k2", "rollout_rs_threshold": "0.15,0.4"},
     },
 }
 BYPASSES = {
@@ -23,10 +21,9 @@ BYPASSES = {
 ALL = SETTINGS | BYPASSES
 
 
-def actor_config(mode):
-    return ActorConfig(
-        loss_agg_mode=mode, loss_scale_factor=20.0, entropy_coeff=0.05, use_kl_loss=True, kl_loss_coef=0.1
-    )
+def actor_config(mode, **keys):
+    weights = {"loss_scale_factor": 20.0, "entropy_coeff": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    return ActorConfig(loss_agg_mode=mode, **weights | keys)
 
 
 def loss_of(name, mode, *, recomputed=False):
@@ -35,13 +32,9 @@ def loss_of(name, mode, *, recomputed=False):
 
 
 def make_batch(engine):
-    """Return ten sequences whose old log-probs are the engine's own.
-
-    Their rollout log-probs differ from these by about 0.4 nats.
-    """
+    """Return ten sequences. Their old log-probs are the engine's, the rollout's are about 0.4 nats apart."""
     batch = synthetic.make_batch()
-    out = engine.forward(batch, outputs=frozenset({"log_probs"}), micro=synthetic.CUTS["all"])
-    old = out.ragged("log_probs")
+    old = synthetic.output(engine, batch, cut="all")
     noise = torch.randn(len(old.values), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     batch.batch["old_log_probs"] = old
     batch.batch["rollout_log_probs"] = old.with_values(old.values - 0.4 * noise)

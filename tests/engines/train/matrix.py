@@ -1,8 +1,6 @@
-"""The matrix of what is trained, how, and over which ranks.
+"""The matrix of features and divisions: what is trained, how, and which ranks share what.
 
-A feature has two parts: what is trained, and how, which changes no number. A division says which ranks share
-what. `record` trains one cell of the matrix on its ranks. Without division, on one rank, it returns what each
-division must return too.
+How a model is trained and divided changes no number: `record` returns the same on one rank as on many.
 """
 
 import pytest
@@ -123,11 +121,6 @@ def param(group, value):
     return pytest.param(value, id=name, marks=pytest.mark.slow if "long" in group else ())
 
 
-def size_of(division, name):
-    """Return a parallel size of a division, such as `tensor_parallel_size`."""
-    return DIVISIONS[division].get("fsdp", {}).get(name, 1)
-
-
 def engine_of(models, *parts, **options):
     """Make an engine from the parts of a feature and a division. Offloaded activations really are copied."""
     keys = {"of": "qwen2", "model": {}, "fsdp": {}, "optim": {}}
@@ -166,7 +159,6 @@ def train(engine, rows, kind="policy", cut="three", steps=STEPS):
 
 
 def record(models, what, how=None, division=None):
-    """Train, and return what this rank knows of it."""
     how, division = how or {}, division or {}
     engine = engine_of(models, what, how, division)
     rows = my_rows(engine, batch_for(what), empty=how.get("empty", False))
@@ -174,19 +166,11 @@ def record(models, what, how=None, division=None):
     metrics, forward = train(engine, rows, what.get("kind", "policy"), how.get("cut", "three"))
     dtypes = (engine.compute_dtype, torch.bfloat16)
     return {
-        "share": engine.share,
-        "started": started,
-        "drawn": drawn,
-        "metrics": metrics,
-        "forward": forward,
-        "weights": synthetic.weights(engine),
-        "trained": adapters(engine),
-        "shapes": engine.weight_shapes,
+        **{"share": engine.share, "started": started, "drawn": drawn, "metrics": metrics, "forward": forward},
+        **{"weights": synthetic.weights(engine), "trained": adapters(engine), "shapes": engine.weight_shapes},
         "digests": {dtype: engine.digest(dtype) for dtype in dtypes},
         "cast": {dtype: dict(engine.weights(dtype=dtype)) for dtype in dtypes},
-        "info": engine.state_info(),
-        "held": held(engine),
-        "lent": lent(engine),
+        **{"info": engine.state_info(), "held": held(engine), "lent": lent(engine)},
         "base": base_is_bare(models, engine, rows, what, division),
         "collectives": engine.take_collectives(),
     }

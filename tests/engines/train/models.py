@@ -8,13 +8,12 @@ from tests.engines.train import synthetic
 
 SHAPE = {**synthetic.SHAPE, "num_hidden_layers": 2}
 UNTIED = {**SHAPE, "tie_word_embeddings": False}
+BIASED = {"vocab_size": 32, "pad_token_id": 20, "attention_bias": True, "mlp_bias": True}
 # A vocabulary of 31 is not divisible by the ranks. Heads and columns are, by four in the last model.
 CONFIGS = {
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen3": lambda: Qwen3Config(**UNTIED, head_dim=16),
-    "llama": lambda: LlamaConfig(
-        **{**UNTIED, "vocab_size": 32, "pad_token_id": 20}, attention_bias=True, mlp_bias=True
-    ),
+    "llama": lambda: LlamaConfig(**UNTIED | BIASED),
     "mistral": lambda: MistralConfig(**{**UNTIED, "num_key_value_heads": 4, "sliding_window": None}),
     "deep": lambda: Qwen2Config(**{**SHAPE, "num_hidden_layers": 5}),
 }

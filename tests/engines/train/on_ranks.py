@@ -15,14 +15,7 @@ from tests.support.ranks import run_ranks
 def on_ranks(function, *arguments, ranks=2, collective_s=120, together=True):
     """Return what `function(*arguments)` returns on each rank, in the order of the ranks.
 
-    Each rank imports the function's module. Arguments and results are pickled.
-
-    Args:
-        function: a function of a module.
-        arguments: its arguments.
-        ranks: number of ranks.
-        collective_s: the time limit of one collective, in seconds.
-        together: whether the ranks wait for each other at the end.
+    Each rank imports the function's module. A collective may take `collective_s` seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder, "call")

@@ -8,10 +8,8 @@ from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
 from tandem.models.collectives import CollectiveMeter
 
 HIDDEN = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down", "square")}
-SPARED = {
-    "final_norm.weight",
-    *(f"layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "up.bias", "down.bias")),
-}
+SPARED = {f"layers.{i}.{name}" for i in range(2) for name in ("norm.weight", "up.bias", "down.bias")}
+SPARED |= {"final_norm.weight"}
 RATES = (0.0, 0.05, 0.1, 0.1, 0.02)
 OPTIONS = {"weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "lr": 0.1}
 CHOICES = {
@@ -23,9 +21,7 @@ CHOICES = {
     "all decay": {"no_weight_decay": ()},
     "embedding": {"no_weight_decay": ("embedding",)},
 }
-STATES = ("adamw", "foreach", "adamw_cpu", "muon")
-"""The `CHOICES` that differ in their state or in the place of the state."""
-SHARDED = {2: STATES, 4: ("adamw", "muon")}
+SHARDED = {2: ("adamw", "foreach", "adamw_cpu", "muon"), 4: ("adamw", "muon")}
 """The choices that are tried with each number of ranks."""
 
 
@@ -72,10 +68,7 @@ def optim(choice):
 
 
 def run(module, config, place=lambda value, parameter: value):
-    """Take one step for each of `RATES`, and return the optimizers and the meter of their collectives.
-
-    `place` makes the parameter's gradient from the whole gradient, sharded like the parameter.
-    """
+    """Take one step for each of `RATES`; `place` shards a gradient. Return the optimizers and their meter."""
     meter = CollectiveMeter()
     optimizers = build_optimizers(module, module.layers, config, meter)
     for step, lr in enumerate(RATES):

@@ -32,14 +32,13 @@ KEPT = {  # ways to keep activations
 }
 OFFLOADS = {"none": {}, "copied": {"enable_activation_offload": True}}
 SHAPE = {
-    "vocab_size": 31,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": True,
+    **{"vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -63,16 +62,10 @@ def make_batch(dtype=torch.float64, seed=0):
     total = len(tokens.values)
     mask = (tokens.positions() >= 2) & (torch.rand(total, generator=draw) < 0.8)
     mask[tokens.offsets[4] : tokens.offsets[5]] = False
-    noise = torch.randn(3, total, generator=draw, dtype=torch.float64).to(dtype)
-    return DataProto(
-        {
-            "tokens": tokens,
-            "response_mask": tokens.with_values(mask),
-            "advantages": tokens.with_values(noise[0]),
-            "old_log_probs": tokens.with_values(-3 + 0.3 * noise[1]),
-            "ref_log_probs": tokens.with_values(-3 + 0.3 * noise[2]),
-        }
-    )
+    advantages, *noise = torch.randn(3, total, generator=draw, dtype=torch.float64).to(dtype)
+    old, ref = (-3 + 0.3 * each for each in noise)
+    columns = {"response_mask": mask, "advantages": advantages, "old_log_probs": old, "ref_log_probs": ref}
+    return DataProto({"tokens": tokens} | {name: tokens.with_values(each) for name, each in columns.items()})
 
 
 def batch_of(precision, seed=0):
@@ -114,14 +107,16 @@ class ValueLoss:
         return error.sum() / counts.tokens, Metrics()
 
 
-def make_engine(folder, *, precision="fp64", model=None, fsdp=None, optim=None, frozen=False, **options):
+def make_engine(
+    folder, *, precision="fp64", model=None, fsdp=None, optim=None, frozen=False, device="cpu", **options
+):
     return FSDPEngine(
         folder,
         model=BackboneConfig(path=str(folder), **(model or {})),
         fsdp=FSDPConfig(**{"model_dtype": precision, "dtype": precision, **(fsdp or {})}),
         optim=None if frozen else OptimConfig(**{"lr": 1e-2, **(optim or {})}),
         total_steps=10,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         **options,
     )
 
@@ -170,13 +165,11 @@ def same(found, wanted):
 
 
 def train(engine, batch, steps=1, loss=None, cut="three"):
-    """Take some steps and return their metrics."""
     loss = loss or SyntheticLoss()
     return [engine.train_step(batch, loss, micro=CUTS[cut]).to_floats() for _ in range(steps)]
 
 
 def output(engine, batch, name="log_probs", cut="three", **options):
-    """Return one output of a forward pass, ragged."""
     found = engine.forward(batch, outputs=frozenset({name}), micro=CUTS[cut], **options)
     return found.ragged(name)
 

@@ -1,7 +1,4 @@
-"""AdamW with 8-bit moments, where torchao is installed: the equation, the state, and resuming.
-
-Its update is compiled, which takes a minute on a CPU.
-"""
+"""AdamW with 8-bit moments, where torchao is installed. Its update is compiled: a minute on a CPU."""
 
 import pytest
 import torch
@@ -20,10 +17,7 @@ EIGHT_BITS = {"optimizer": "adamw_8bit"}
 
 
 def stored(values, signed):
-    """Return the values after storage in 8 bits.
-
-    In each block of 256 values, a value becomes the nearest of 256 fractions of the block's largest value.
-    """
+    """Store in 8 bits: a value becomes the nearest of 256 fractions of the largest of its block of 256."""
     levels = torch.tensor(quantisation.create_dynamic_map(signed=signed), dtype=torch.float64)
     blocks = values.reshape(-1, BLOCK)
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12)

@@ -22,8 +22,6 @@ required = torch.are_deterministic_algorithms_enabled
 
 
 class WatchedLoss(synthetic.SyntheticLoss):
-    """A loss that notes whether deterministic kernels are required, in the loss and in the backward pass."""
-
     def __call__(self, out, columns, offsets, counts):
         self.seen = [required()]
         out["log_probs"].register_hook(lambda _: self.seen.append(required()))
@@ -31,8 +29,6 @@ class WatchedLoss(synthetic.SyntheticLoss):
 
 
 class PuttingLoss(synthetic.SyntheticLoss):
-    """A loss that uses an operation without a deterministic kernel."""
-
     def __call__(self, out, columns, offsets, counts):
         torch.zeros(3).put_(torch.tensor([1]), torch.ones(1))
         return super().__call__(out, columns, offsets, counts)
@@ -68,24 +64,13 @@ def test_what_was_set_before_is_set_again():
 def test_an_operation_without_a_deterministic_kernel_is_refused(folder):
     engine = synthetic.make_engine(folder, fsdp=EXACT)
     before = synthetic.weights(engine)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(EngineError, match="put_") as caught:
         synthetic.train(engine, synthetic.make_batch(), loss=PuttingLoss())
-    assert caught.value.field == "fsdp_config.full_determinism" and "put_" in caught.value.got
-    assert "full_determinism=false" in caught.value.remedy
-    assert synthetic.same(synthetic.weights(engine), before) and not required()
-    synthetic.train(synthetic.make_engine(folder), synthetic.make_batch(), loss=PuttingLoss())
-
-
-def test_another_error_stays_what_it_is():
+    assert caught.value.field == "fsdp_config.full_determinism"
     with pytest.raises(RuntimeError, match="something else"), deterministic_kernels():
         raise RuntimeError("something else")
-
-
-def test_it_changes_no_weight(folder):
-    engines = [synthetic.make_engine(folder, fsdp={"full_determinism": asked}) for asked in (True, False)]
-    for engine in engines:
-        synthetic.train(engine, synthetic.make_batch(), steps=2)
-    assert synthetic.same(*map(synthetic.weights, engines))
+    assert synthetic.same(synthetic.weights(engine), before) and not required()
+    synthetic.train(synthetic.make_engine(folder), synthetic.make_batch(), loss=PuttingLoss())
 
 
 def three_steps(folder):
@@ -100,9 +85,6 @@ def test_two_runs_on_two_ranks_are_the_same_to_the_bit(folder):
     started = synthetic.weights(synthetic.make_engine(folder, precision="fp32"))
     assert synthetic.same(first, second)
     assert synthetic.relative_difference(first, started) > 1e-3
-
-
-# Environment variables that CUDA's libraries read. These tests need no device.
 
 
 @pytest.fixture
@@ -139,13 +121,11 @@ def test_too_late_or_another_workspace_is_refused(environment, given, allocated)
     used["allocation.all.allocated"] = allocated
     if given is not None:
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
-    with pytest.raises(ConfigError, match="cuBLAS") as caught:
+    with pytest.raises(ConfigError, match="cuBLAS"):
         prepare(FSDPConfig(**EXACT), CUDA)
-    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in caught.value.remedy
 
 
 def test_ligers_kernels_are_refused_before_anything_is_loaded():
     model = BackboneConfig(path="nowhere", use_liger=True)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"model\.use_liger=false"):
         check_options(Settings(model, FSDPConfig(**EXACT), None, torch.device("cpu")))
-    assert "model.use_liger=false" in caught.value.remedy and "full_determinism=false" in caught.value.remedy

@@ -1,16 +1,15 @@
 """Adapters in the training engine, compared with weights merged by hand."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tandem.checkpoint.weights import read_weights
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import BackboneConfig
-from tandem.config.optim import OptimConfig
 from tandem.engines.train import fsdp
 from tandem.engines.train.fsdp import FSDPEngine
-from tandem.engines.train.module import Settings, unsharded_module
 from tandem.engines.weight_sync import digest
 from tandem.errors import CheckpointError, ConfigError, EngineError
 from tandem.models import lora
@@ -38,21 +37,18 @@ def trained(folder):
 
 @pytest.fixture(scope="module")
 def saved(trained, tmp_path_factory):
-    path = tmp_path_factory.mktemp("saved") / "state"
-    trained.save(path)
+    trained.save(path := tmp_path_factory.mktemp("saved") / "state")
     return path
 
 
 def test_only_adapters_are_trained_and_counted(folder, trained):
-    info = trained.state_info()
+    info, tensors = trained.state_info(), 3 * 7 * 2
     per_layer = sum(3 * (i + o) for i, o in [(32, 32)] * 2 + [(32, 16)] * 2 + [(32, 48)] * 2 + [(48, 32)])
     assert info["trainable_parameters"] == 3 * per_layer
     assert info["parameters"] == make_engine(folder).state_info()["parameters"] + 3 * per_layer
-    tensors = 3 * 7 * 2
     # Two fp64 moments per number, and a counter per tensor.
     assert info["optimizer@cpu"] == 2 * 8 * 3 * per_layer + 4 * tensors
-    names = {name for name, p in trained.module.named_parameters() if p.requires_grad}
-    assert len(names) == tensors and all(map(lora.is_adapter, names))
+    assert sum(p.requires_grad for p in trained.module.parameters()) == tensors
 
 
 def test_gradients_reach_adapters_alone_and_the_base_stays(folder):
@@ -66,21 +62,17 @@ def test_gradients_reach_adapters_alone_and_the_base_stays(folder):
 
     engine._state.step = take
     train(engine, BATCH, steps=2)
-    assert {name for name, has in taken.items() if has} == {name for name in taken if lora.is_adapter(name)}
     for name, parameter in engine.module.named_parameters():
-        assert torch.equal(parameter.full_tensor(), before[name]) != lora.is_adapter(name), name
+        learns = lora.is_adapter(name)
+        assert (taken[name], not torch.equal(parameter.full_tensor(), before[name])) == (learns, learns), name
 
 
 def test_merged_weights_compute_what_the_adapters_do(folder, trained):
     """Merged weights equal those merged here by hand, and a plain engine with them computes the same."""
-    named = dict(trained.module.named_parameters())
-    merged = weights(trained)
+    named, merged, changed = dict(trained.module.named_parameters()), weights(trained), 0
     assert merged.keys() == weights(make_engine(folder)).keys() == trained.weight_shapes.keys()
-    changed = 0
-    for name, parameter in named.items():
-        if lora.is_adapter(name):
-            continue
-        wanted, stem = parameter.full_tensor(), name.removesuffix("base_layer.weight")
+    for name in [name for name in named if not lora.is_adapter(name)]:
+        wanted, stem = named[name].full_tensor(), name.removesuffix("base_layer.weight")
         if stem != name:
             a, b = (named[f"{stem}lora_{x}.default.weight"].full_tensor() for x in "AB")
             wanted, changed = wanted + 2.0 * (b @ a), changed + 1
@@ -94,20 +86,6 @@ def test_merged_weights_compute_what_the_adapters_do(folder, trained):
     for name in ("log_probs", "entropy"):
         first, second = (output(engine, BATCH, name).values for engine in (trained, plain))
         assert torch.allclose(first, second, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("fsdp_keys", [{}, {"model_dtype": "fp32", "dtype": "bf16"}])
-def test_without_the_adapter_it_is_the_base_bit_for_bit(folder, fsdp_keys):
-    adapted, base = (
-        make_engine(folder, model={"lora_rank": rank}, fsdp=fsdp_keys, precision="fp32") for rank in (4, 0)
-    )
-    batch = synthetic.make_batch(torch.float32)
-    train(adapted, batch, steps=2)
-    for name in ("log_probs", "entropy"):
-        plain = output(base, batch, name).values
-        assert torch.equal(output(adapted, batch, name, adapter=False).values, plain)
-        assert not torch.equal(output(adapted, batch, name).values, plain)
-    train(adapted, batch)  # the adapters are on again
 
 
 def test_bf16_trains_fp32_adapters(folder):
@@ -154,19 +132,16 @@ REFUSED = {  # keys of the model, field and part of the value
     "fewer layers": ({"target_modules": ("q_proj",)}, "model.target_modules", "0 tensors are missing, 36 "),
     "another rank": ({"lora_rank": 4, "lora_alpha": 8}, "model.target_modules", "42 have the wrong shape"),
     "no adapters": ({"lora_rank": 0}, None, "model.model.embed_tokens.weight"),
+    "of all weights": ({}, "model.lora_rank", ""),
 }
-
-
-def test_a_checkpoint_of_all_weights_is_refused(folder, tmp_path):
-    make_engine(folder).save(tmp_path)
-    with pytest.raises(CheckpointError, match="without adapters") as caught:
-        engine_of(folder).load(tmp_path)
-    assert caught.value.field == "model.lora_rank"
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_of_others_is_refused_and_changes_nothing(folder, saved, tmp_path, case):
     keys, field, got = REFUSED[case]
+    if case == "of all weights":
+        saved = tmp_path / "whole"
+        make_engine(folder).save(saved)
     if case == "another base":
         model = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
@@ -177,18 +152,16 @@ def test_a_checkpoint_of_others_is_refused_and_changes_nothing(folder, saved, tm
     before = engine.digest()
     with pytest.raises(CheckpointError) as caught:
         engine.load(saved)
-    assert caught.value.field == field and got in caught.value.got
+    assert caught.value.field == field and got in str(caught.value.got)
     assert engine.digest() == before and engine.version == 0
 
 
 def test_a_folder_that_is_not_read_piece_by_piece_gives_the_same(folder, tmp_path):
-    """With a pytorch_model.bin, the adapters join a model that already has its weights."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     found, wanted = (engine_of(path) for path in (tmp_path, folder))
-    assert same(adapters(found), adapters(wanted))
-    assert train(found, BATCH) == train(wanted, BATCH)
+    assert same(adapters(found), adapters(wanted)) and train(found, BATCH) == train(wanted, BATCH)
 
 
 @pytest.mark.parametrize("kind", ["value", "score"])
@@ -220,18 +193,6 @@ def test_nothing_is_loaded_for_what_is_refused(folder, monkeypatch):
         make_engine(folder, model={"lora_rank": 2})
 
 
-def test_parameters_have_no_memory_until_they_are_sharded(folder):
-    model = BackboneConfig(path=str(folder), **ADAPTERS)
-    settings = Settings(model, FSDPConfig(dtype="bf16"), OptimConfig(), torch.device("cpu"))
-    module, files = unsharded_module("policy", folder, settings, temperature=1.0)
-    assert files is not None
-    assert all(parameter.is_meta for parameter in module.parameters())
-    for name, parameter in module.named_parameters():
-        assert parameter.requires_grad == lora.is_adapter(name)
-        assert parameter.dtype == (torch.float32 if lora.is_adapter(name) else torch.bfloat16), name
-    assert not any(buffer.is_meta for buffer in module.buffers())
-
-
 def started(folder, adapter):
     """Return the weights of engines that start from an adapter folder in peft's format, by division."""
     divisions = [matrix.DIVISIONS[name] for name in ("shards", "layers")]
@@ -246,3 +207,64 @@ def test_adapters_of_peft_are_where_training_starts(folder, tmp_path):
         assert found.keys() == wanted.keys()
         assert all(torch.allclose(found[name].float(), p, rtol=0, atol=1e-6) for name, p in wanted.items())
     synthetic.train(engine, BATCH)
+
+
+def start(folder, adapter):
+    return synthetic.make_engine(folder, model={**ADAPTERS, "lora_adapter_path": str(adapter)})
+
+
+def test_what_changes_nothing_is_no_other_adapter(folder, tmp_path):
+    """Dropout, initial values and patterns that repeat the default are accepted."""
+    patterns = {"alpha_pattern": {"q_proj": 6}, "rank_pattern": {"o_proj": 3}}
+    peft_folder(folder, tmp_path, lora_dropout=0.1, init_lora_weights="gaussian", **patterns)
+    start(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("peft_type", "LOHA"), ("of_next_year", {"a": 1}), ("use_qalora", True), ("r", None)]
+)
+def test_fields_of_an_adapter_that_are_not_applied_are_named(folder, tmp_path, field, value):
+    peft_folder(folder, tmp_path)
+    file = tmp_path / "adapter_config.json"
+    stored = json.loads(file.read_text()) | {field: value}
+    if value is None:  # peft's own default, which is 8
+        del stored[field]
+    file.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=field):
+        start(folder, tmp_path)
+
+
+def test_weights_beside_the_adapters_are_named(folder, tmp_path):
+    """Save an enlarged embedding with the adapters, as peft does without a note in its config."""
+    peft_folder(folder, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    name = "base_model.model.model.embed_tokens.weight"
+    save_file(load_file(file) | {name: torch.zeros(3, 3)}, file)
+    with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight"):
+        start(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"r": 4}, "r=4"),
+        ({"lora_alpha": 5}, "lora_alpha=5"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias=all"),
+        ({"modules_to_save": ["embed_tokens"]}, "modules_to_save=['embed_tokens']"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices=[1, 2]"),
+        ({"alpha_pattern": {"q_proj": 32}}, "alpha_pattern={'q_proj': 32}"),
+        ({"rank_pattern": {"q_proj": 5}}, "rank_pattern={'q_proj': 5}"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight is missing"),
+        (None, "no adapter"),
+    ],
+)
+def test_other_adapters_are_no_start(folder, tmp_path, changes, said):
+    if changes is not None:
+        peft_folder(folder, tmp_path, **changes)
+    with pytest.raises(ConfigError, match=r"model\.lora_adapter_path") as caught:
+        start(folder, tmp_path)
+    assert said in str(caught.value)

@@ -1,7 +1,4 @@
-"""In a micro-batch the host never waits for the device.
-
-Nothing asks for a value or a size that only the device knows.
-"""
+"""In a micro-batch the host never waits for a value or a size that only the device knows."""
 
 import dataclasses
 import gc
@@ -14,13 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tandem.algorithms import masked
-from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig, CriticModelConfig
-from tandem.config.fsdp import FSDPConfig
-from tandem.config.model import BackboneConfig
-from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import Counts, MicroBatching
-from tandem.engines.train.fsdp import FSDPEngine
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
 from tandem.workers.losses import ActorLoss, CriticLoss, NextTokenLoss
@@ -70,8 +62,7 @@ def batch_of(dtype=torch.float32):
 
 
 def actor_loss(mode):
-    keys = {"loss_agg_mode": mode, "loss_scale_factor": 20.0, "use_kl_loss": True, "entropy_coeff": 0.1}
-    loss = ActorLoss.from_config(ActorConfig(**keys), recomputed=True)
+    loss = ActorLoss.from_config(corrected.actor_config(mode), recomputed=True)
     return dataclasses.replace(loss, compared=frozenset(COMPARED))
 
 
@@ -130,29 +121,7 @@ def test_layers_ask_for_nothing_however_their_activations_are_kept(folder, kept,
     accumulate(engine, synthetic.SyntheticLoss(), synthetic.batch_of(precision))
 
 
-VALUES, MASK = torch.arange(4.0), torch.tensor([True, False, True, True])
-WAITS_OF_THE_HOST = {
-    "item": lambda: VALUES.sum().item(),
-    "list": VALUES.tolist,
-    "host": VALUES.cpu,
-    "places": MASK.nonzero,
-    "mask": lambda: VALUES[MASK],
-    "truth": lambda: bool(MASK.all()),
-    "sizes": lambda: VALUES.repeat_interleave(MASK.long()),
-}
-
-
-@pytest.mark.parametrize("name", WAITS_OF_THE_HOST)
-def test_the_watch_sees_a_wait(name):
-    with pytest.raises(AssertionError), no_wait():
-        WAITS_OF_THE_HOST[name]()
-
-
-on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
 @pytest.mark.gpu
-@on_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kept", synthetic.KEPT)
 @pytest.mark.parametrize("offload", ["async", "sync", None])
@@ -166,7 +135,6 @@ def test_cuda_is_never_waited_for(folder, offload, kept, precision):
 
 
 @pytest.mark.gpu
-@on_cuda
 @pytest.mark.parametrize("kept", synthetic.KEPT)
 def test_cuda_offload_changes_no_gradient(folder, kept):
     """Copies run on a separate stream, over several micro-batches and steps, in float64."""
@@ -182,7 +150,6 @@ def test_cuda_offload_changes_no_gradient(folder, kept):
 
 
 @pytest.mark.gpu
-@on_cuda
 @pytest.mark.parametrize("kept", ["none", "full"])
 def test_cuda_memory_goes_down_by_what_left(kept, tmp_path):
     """Memory is measured between forward and backward of a model that needs most memory for activations."""
@@ -209,14 +176,8 @@ def test_cuda_memory_goes_down_by_what_left(kept, tmp_path):
 
 def cuda_engine(folder, kept, offload, precision):
     keys = {"enable_activation_offload": True, "activation_offload_mode": offload} if offload else {}
-    engine = FSDPEngine(
-        folder,
-        model=BackboneConfig(path=str(folder), **synthetic.KEPT[kept], **keys),
-        fsdp=FSDPConfig(model_dtype="fp64" if precision == "fp64" else "fp32", dtype=precision),
-        optim=OptimConfig(lr=1e-3),
-        total_steps=10,
-        device=torch.device("cuda", 0),
-    )
+    fsdp = {"model_dtype": "fp64" if precision == "fp64" else "fp32", "dtype": precision}
+    engine = synthetic.make_engine(folder, model=synthetic.KEPT[kept] | keys, fsdp=fsdp, device="cuda:0")
     if engine.activation_offload is not None:
         engine.activation_offload.min_bytes = 0
     return engine
