@@ -1,7 +1,5 @@
 """Bad inputs: `check`, `check --here` and the training command report the same error, and no run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.cli.main import main
-from tests.support.runs import Lab, lab
+from tests.support.runs import lab
 from tests.support.tiny import make_model, make_tokenizer, problem, write_rows
 
 __all__ = ["lab"]
@@ -69,7 +67,7 @@ CONFIGS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_that_is_wrong(lab: Lab, tmp_path: Path, say_the_same: Same, name: str) -> None:
+def test_a_config_that_is_wrong(lab, tmp_path, say_the_same, name):
     words, telling = CONFIGS[name]
     say_the_same("train", lab.overrides(tmp_path / "run") + words, telling)
 
@@ -92,21 +90,21 @@ ROWS: dict[str, tuple[Rows, str]] = {
 
 @pytest.mark.parametrize("part", ["train", "val"])
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_that_are_wrong(lab: Lab, tmp_path: Path, say_the_same: Same, name: str, part: str) -> None:
+def test_rows_that_are_wrong(lab, tmp_path, say_the_same, name, part):
     rows, telling = ROWS[name]
     file = write_rows(tmp_path / "rows.parquet", rows)
     words = [f"data.{part}_files={file}", "data.max_prompt_length=64"]
     say_the_same("train", lab.overrides(tmp_path / "run") + words, telling)
 
 
-def test_files_that_cannot_be_read(lab: Lab, tmp_path: Path, say_the_same: Same) -> None:
+def test_files_that_cannot_be_read(lab, tmp_path, say_the_same):
     words = lab.overrides(tmp_path / "run")
     for name, content in (("a.parquet", b"no parquet"), ("b.jsonl", b"{"), ("c.parquet", b"")):
         (tmp_path / name).write_bytes(content)
         say_the_same("train", [*words, f"data.val_files={tmp_path / name}"], name)
 
 
-def test_a_tokenizer_without_a_template(lab: Lab, tmp_path: Path, say_the_same: Same) -> None:
+def test_a_tokenizer_without_a_template(lab, tmp_path, say_the_same):
     model = make_model(tmp_path / "model")
     (model / "chat_template.jinja").unlink(missing_ok=True)
     make_tokenizer(model, chat_template=None)
@@ -148,7 +146,7 @@ SUPERVISED: dict[str, tuple[str, Rows, list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
-def test_examples_that_are_wrong(lab: Lab, tmp_path: Path, say_the_same: Same, name: str) -> None:
+def test_examples_that_are_wrong(lab, tmp_path, say_the_same, name):
     command, rows, words, telling = SUPERVISED[name]
     say_the_same(command, supervised(tmp_path, lab.model, rows) + words, telling)
 

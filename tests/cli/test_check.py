@@ -1,7 +1,5 @@
 """`tandem check --run`: a correct run, and runs with faulty rollouts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -66,9 +64,7 @@ def own(lab: Lab) -> Path:
     return path
 
 
-def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, capsys):
     run = lab.folder / "never"
     words = lab.overrides(run, actor_rollout_ref__actor__ppo_mini_batch_size=2)
     assert main(["check", "--run", *words, HF]) == 0
@@ -89,9 +85,7 @@ def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
         ("Rounds", "numerical differences between the engines", "rollout/log_prob_diff_mean"),
     ],
 )
-def test_the_cause_is_named(
-    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str], name: str, cause: str, probe: str
-) -> None:
+def test_the_cause_is_named(lab, own, capsys, name, cause, probe):
     words = lab.overrides(lab.folder / "never")
     assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:{name}'}}"]) == 1
     out = capsys.readouterr().out
@@ -100,9 +94,7 @@ def test_the_cause_is_named(
     assert line.endswith("above")
 
 
-def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(
-    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(lab, own, capsys):
     words = lab.overrides(lab.folder / "never")
     assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Silent'}}"]) == 0
     out = capsys.readouterr().out
@@ -110,20 +102,18 @@ def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(
     assert "weights changed" in out and "rollout/log_prob_diff_mean" not in out
 
 
-def test_weights_that_do_not_arrive_are_named(
-    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_do_not_arrive_are_named(lab, own, capsys):
     words = lab.overrides(lab.folder / "never")
     assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Keeps'}}"]) == 1
     assert "model.norm.weight" in capsys.readouterr().err
 
 
-def test_run_and_sft_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_and_sft_do_not_go_together(capsys):
     assert main(["check", "--run", "--sft"]) == 1
     assert "--run is for configs of `tandem train`" in capsys.readouterr().err
 
 
-def test_the_control_keeps_the_shape_of_the_run(lab: Lab, tmp_path: Path) -> None:
+def test_the_control_keeps_the_shape_of_the_run(lab, tmp_path):
     def sizes(batch: int, mini: int) -> tuple[int, int]:
         words = lab.overrides(
             tmp_path, data__train_batch_size=batch, actor_rollout_ref__actor__ppo_mini_batch_size=mini
@@ -139,14 +129,14 @@ def test_the_control_keeps_the_shape_of_the_run(lab: Lab, tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are() -> None:
+def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are():
     assert Probe("x", 1.0, 1.0, 1.0).at_floor
     assert not Probe("x", 1.0, -0.1, 1.0).at_floor
     assert not Probe("x", 0.0, float("nan"), 1.0).at_floor
 
 
 @pytest.mark.e2e
-def test_check_run_as_a_command(lab: Lab, tmp_path: Path) -> None:
+def test_check_run_as_a_command(lab, tmp_path):
     words = lab.overrides(tmp_path / "run")
     done = warm.run(
         [sys.executable, "-m", "tandem", "check", "--run", *words, HF],

@@ -5,8 +5,6 @@ Kubernetes file is checked against its operator's requirements. The keys of both
 config's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -61,7 +59,7 @@ def _program(path: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_slurm_script_trains_on_all_nodes(tmp_path: Path) -> None:
+def test_the_slurm_script_trains_on_all_nodes(tmp_path):
     pytest.importorskip("ray")
     for name, text in (("srun", SRUN), ("tandem", TANDEM)):
         _program(tmp_path / name, text)
@@ -102,7 +100,7 @@ def _groups() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
     return job, cluster["headGroupSpec"], cluster["workerGroupSpecs"]
 
 
-def test_the_kubernetes_file_has_what_its_operator_requires() -> None:
+def test_the_kubernetes_file_has_what_its_operator_requires():
     job, head, workers = _groups()
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     pins = (FOLDER.parents[1] / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -130,7 +128,7 @@ def needed(tmp_path: Path) -> list[str]:
     return [f"data.train_files={data}", f"actor_rollout_ref.model.path={model}"]
 
 
-def test_the_kubernetes_file_asks_for_the_nodes_it_makes(needed: list[str]) -> None:
+def test_the_kubernetes_file_asks_for_the_nodes_it_makes(needed):
     job, _, (workers,) = _groups()
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:3] == ["tandem", "train", "/data/config.yaml"]
@@ -141,7 +139,7 @@ def test_the_kubernetes_file_asks_for_the_nodes_it_makes(needed: list[str]) -> N
     assert trainer.cluster.address == "auto"
 
 
-def test_every_key_that_the_readme_names_exists(needed: list[str]) -> None:
+def test_every_key_that_the_readme_names_exists(needed):
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     config = load_train_config(None, needed).config
     names = set(re.findall(r"trainer(?:\.\w+)+", text))

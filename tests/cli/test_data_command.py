@@ -1,7 +1,5 @@
 """`tandem data convert`, `show`, `split` and `dedupe`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -144,15 +142,7 @@ READERS = {"sharegpt": ["--sft"], "alpaca": ["--sft"], "preference": ["--rm"]}
 
 @pytest.mark.parametrize(("form", "words", "row", "becomes"), FORMATS)
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_format_becomes_rows_that_train(
-    form: str,
-    words: list[str],
-    row: dict[str, Any],
-    becomes: dict[str, Any],
-    suffix: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_format_becomes_rows_that_train(form, words, row, becomes, suffix, tmp_path, capsys):
     out = tmp_path / f"out{suffix}"
     told = [] if suffix == ".jsonl" else ["--from", form]
     assert main(["data", "convert", write(tmp_path / "in.jsonl", [row]), str(out), *told, *words]) == 0
@@ -164,9 +154,7 @@ def test_a_format_becomes_rows_that_train(
     assert main(["data", "validate", str(out), *READERS.get(form, [])]) == 0
 
 
-def test_rows_that_cannot_be_converted_are_named_or_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_converted_are_named_or_left_out(tmp_path, capsys):
     rows = [SUM, {**SUM, "answer": "5"}, {**SUM, "answer": "#### five"}, {**SUM, "question": " "}, SUM]
     words = ["data", "convert", write(tmp_path / "in.jsonl", rows), str(tmp_path / "out.parquet")]
     assert main(words) == 1
@@ -206,9 +194,7 @@ def test_rows_that_cannot_be_converted_are_named_or_left_out(
         ),
     ],
 )
-def test_what_cannot_be_converted(
-    row: dict[str, Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_converted(row, words, message, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert main(["data", "convert", write(tmp_path / "in.jsonl", [row]), str(out), *words]) == 1
     assert message in capsys.readouterr().err
@@ -221,9 +207,7 @@ LONG = (
 )
 
 
-def test_repeated_near_and_leaked_rows_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repeated_near_and_leaked_rows_are_left_out(tmp_path, capsys):
     texts = [
         LONG.format(8, 40, "harbour"),
         LONG.format(9, 50, "village"),
@@ -258,7 +242,7 @@ def test_repeated_near_and_leaked_rows_are_left_out(
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_near_pairs_are_those_of_a_slow_search(data: st.DataObject) -> None:
+def test_near_pairs_are_those_of_a_slow_search(data):
     words = st.lists(st.sampled_from("abc12"), min_size=1, max_size=9).map(" ".join)
     texts = data.draw(st.lists(words, min_size=1, max_size=9))
     overlap = data.draw(st.sampled_from([0.4, 0.7, 1.0]))
@@ -290,7 +274,7 @@ def test_near_pairs_are_those_of_a_slow_search(data: st.DataObject) -> None:
     share=st.floats(0.05, 0.95),
     seed=st.integers(0, 3),
 )
-def test_a_split_keeps_prompts_together(prompts: list[tuple[str, str]], share: float, seed: int) -> None:
+def test_a_split_keeps_prompts_together(prompts, share, seed):
     table = pa.table({"prompt": [p for p, _ in prompts], "data_source": [s for _, s in prompts]})
     chosen = split(DataFiles(table, (Path("x"),), (0,)), share, seed)
     assert chosen.shape == (len(prompts),)
@@ -305,9 +289,7 @@ def test_a_split_keeps_prompts_together(prompts: list[tuple[str, str]], share: f
         assert abs(sum(rows) - share * len(rows)) <= largest
 
 
-def test_split_is_a_partition_by_source_and_the_same_for_a_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_split_is_a_partition_by_source_and_the_same_for_a_seed(tmp_path, capsys):
     rows = [scored(source, f"{at}+1=", str(at)) for at in range(200) for source in ("arithmetic", "gsm8k")]
     rows = [{**row, "data_source": "gsm8k" if at < 100 else "arithmetic"} for at, row in enumerate(rows)]
     source = write(tmp_path / "in.jsonl", rows)
@@ -337,7 +319,7 @@ def test_split_is_a_partition_by_source_and_the_same_for_a_seed(
     assert "between 0 and 1" in capsys.readouterr().err
 
 
-def test_show_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_says_what_is_there(tmp_path, capsys):
     rows = [
         scored("arithmetic", "1+1=", "2"),
         scored("gsm\x1b[2J", "x\u202e\n── row 9", "3"),
@@ -361,7 +343,7 @@ def test_show_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("work", sorted(ACTIONS))
-def test_help_of_each_work_begins_with_an_example(work: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_work_begins_with_an_example(work, capsys):
     assert main(["data", work, "--help"]) == 0
     said = capsys.readouterr().out
     assert ACTIONS[work][1].split(" --")[0] in " ".join(said.split())
@@ -369,14 +351,12 @@ def test_help_of_each_work_begins_with_an_example(work: str, capsys: pytest.Capt
     assert f"tandem data {work} " in capsys.readouterr().out
 
 
-def test_unknown_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_work(capsys):
     assert main(["data", "shuffle"]) == 1
     assert "expected: validate, convert, show, split, dedupe" in capsys.readouterr().err
 
 
-def test_the_page_shows_what_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     ((raw, session),) = re.findall(r"```json\n(.*?)```\n\n```console\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -390,7 +370,7 @@ def test_the_page_shows_what_is_printed(
         assert said.out + said.err == printed
 
 
-def test_a_json_list_keeps_columns_that_its_first_row_lacks(tmp_path: Path) -> None:
+def test_a_json_list_keeps_columns_that_its_first_row_lacks(tmp_path):
     (tmp_path / "a.json").write_text('[{"prompt": "x"}, {"prompt": "y", "answer": "2"}]')
     assert read_files(str(tmp_path / "a.json"), ("answer",), optional=None).table.to_pylist() == [
         {"answer": None, "prompt": "x"},

@@ -1,7 +1,5 @@
 """`tandem eval`: its figures against values computed by hand, and the continuation of a killed run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -32,11 +30,7 @@ def responses(folder: Path) -> Path:
         "arithmetic/hard": [["=1", "=1", "=1", "?"], ["=5", "?", "?", "?"], ["=5", "=5", "=5", "=5"]],
     }
     rows = [
-        {
-            **problem(2, 3),
-            "data_source": source,
-            "responses": four,
-        }
+        {**problem(2, 3), "data_source": source, "responses": four}
         for source, problems in texts.items()
         for four in problems
     ]
@@ -48,7 +42,7 @@ def report(out: Path, *words: str) -> dict[str, Any]:
     return json.loads(out.read_text())["sources"]  # type: ignore[no-any-return]
 
 
-def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_by_hand(tmp_path, capsys):
     """Of 4 responses, 2, 3, 0, 1, 4 are right. Two draws miss all in C(2,2), 0, C(4,2), C(3,2), 0 of 6."""
     out = tmp_path / "report.json"
     sources = report(out, f"data.path={responses(tmp_path)}", "eval.k=[1,2,4]")
@@ -88,7 +82,7 @@ def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert scored[2]["scores"] == [0, 0, 0, 0] and scored[2]["answers"] == ["1", "1", "1", None]
 
 
-def test_a_model_is_evaluated_as_its_responses_are(tmp_path: Path) -> None:
+def test_a_model_is_evaluated_as_its_responses_are(tmp_path):
     model = make_model(tmp_path / "model")
     data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
     writes = (f"model.path={model}", "data.max_response_length=12", f"rollout.n={N}", "trainer.device=cpu")
@@ -107,7 +101,7 @@ def test_a_model_is_evaluated_as_its_responses_are(tmp_path: Path) -> None:
     ]
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_run_goes_on_where_it_was(tmp_path, capsys):
     model = make_model(tmp_path / "model")
     data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
     reward = tmp_path / "reward.py"
@@ -135,9 +129,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     assert not list(tmp_path.glob("out.json.*"))
 
 
-def test_what_lies_beside_a_report_is_not_replaced_unasked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lies_beside_a_report_is_not_replaced_unasked(tmp_path, capsys):
     words = ["eval", f"data.path={responses(tmp_path)}", f"data.output_path={tmp_path / 'report.json'}"]
     samples = tmp_path / "report.samples.parquet"
     samples.write_text("mine")
@@ -150,9 +142,7 @@ def test_what_lies_beside_a_report_is_not_replaced_unasked(
 
 
 @pytest.mark.parametrize("kept", ["scores", "responses"])
-def test_a_run_killed_at_its_very_end_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
-) -> None:
+def test_a_run_killed_at_its_very_end_goes_on(tmp_path, monkeypatch, kept):
     model = make_model(tmp_path / "model")
     data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
     words = ["eval", f"data.path={data}", f"model.path={model}", "data.max_response_length=6"]
@@ -172,9 +162,7 @@ def test_a_run_killed_at_its_very_end_goes_on(
     assert not list(tmp_path.glob("out.json.*"))
 
 
-def test_a_reward_that_was_changed_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_that_was_changed_is_noticed(tmp_path, monkeypatch, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.5"
@@ -193,7 +181,7 @@ def test_a_reward_that_was_changed_is_noticed(
     assert not [name for name in measures if name.startswith("maj")]  # this reward reads no answers
 
 
-def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses(tmp_path, capsys):
     data = responses(tmp_path)
 
     def refused(*words: str) -> str:

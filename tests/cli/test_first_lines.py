@@ -1,7 +1,5 @@
 """What `tandem generate` and `tandem eval` print before the slow imports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 
@@ -29,14 +27,7 @@ from tests.support.tiny import make_model, problem, write_rows
         (["eval"], eval_command, "scoring in.parquet; the report goes to out.json\n"),
     ],
 )
-def test_the_first_line_comes_before_what_takes_long(
-    words: list[str],
-    module: ModuleType,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
+def test_the_first_line_comes_before_what_takes_long(words, module, said, monkeypatch, capsys, tmp_path):
     class Loaded(Exception):
         """A stand-in for a slow import."""
 
@@ -53,9 +44,7 @@ def test_the_first_line_comes_before_what_takes_long(
     assert capsys.readouterr().err.endswith(said)
 
 
-def test_what_is_left_to_write_is_said_before_the_model_is_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_left_to_write_is_said_before_the_model_is_loaded(tmp_path, capsys):
     make_model(tmp_path / "model")
     data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
     paths = (f"data.path={data}", f"model.path={tmp_path / 'model'}")

@@ -1,7 +1,5 @@
 """`--from-verl`: shell scripts that call verl, given to `tandem check` and `tandem train`."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -38,7 +36,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         os.environ.pop(name, None)
 
 
-def test_the_words_of_a_request() -> None:
+def test_the_words_of_a_request():
     assert requested(["a=b", "-x"]) is None
     words = ["a=b", "--from-verl", "run.sh", "--call=2", "--script-limit", "9", "c=d", "--", "e=f", "--call"]
     assert requested(words) == Request("run.sh", ("e=f", "--call"), 2, 9.0, ("a=b", "c=d"))
@@ -53,12 +51,12 @@ def test_the_words_of_a_request() -> None:
         ["--from-verl=x", "--call"],
     ],
 )
-def test_requests_that_are_not_understood(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_that_are_not_understood(words, capsys):
     assert main(["train", *words]) == 2
     assert capsys.readouterr().err.startswith("tandem train: ")
 
 
-def test_check_shows_the_translation(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_shows_the_translation(script, capsys):
     words = ["trainer.ray_wait_register_center_timeout=9", "actor_rollout_ref.hybrid_engine=True"]
     assert main(["check", "--from-verl", str(script), "--", *words]) == 0
     shown = capsys.readouterr()
@@ -75,7 +73,7 @@ def test_check_shows_the_translation(script: Path, capsys: pytest.CaptureFixture
     assert os.environ["NCCL_DEBUG"] == "INFO"
 
 
-def test_what_is_refused_stands_in_the_table(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_stands_in_the_table(script, capsys):
     words = ["check", "--from-verl", str(script), "trainer.nnodes=0"]
     assert main([*words, "--", "trainer.no_such_key=1"]) == 1
     error = capsys.readouterr().err
@@ -85,16 +83,14 @@ def test_what_is_refused_stands_in_the_table(script: Path, capsys: pytest.Captur
     assert "2 of the script's settings cannot be used" in error
 
 
-def test_a_dry_run_prints_the_config(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_config(script, capsys):
     assert main(["train", "--from-verl", str(script), "--dry-run", "trainer.seed=8"]) == 0
     shown = capsys.readouterr().out
     assert "  seed: 8\n" in shown
     assert "  defaults: verl\n" in shown
 
 
-def test_training_stands_in_for_the_call(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_training_stands_in_for_the_call(script, monkeypatch, capfd):
     seen = []
 
     def run_ppo(config, say):
@@ -109,7 +105,7 @@ def test_training_stands_in_for_the_call(
     assert "went on" in capfd.readouterr().err
 
 
-def test_a_failed_run_ends_the_script(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_ends_the_script(script, monkeypatch):
     def run_ppo(config, say):
         raise TandemError("no")
 

@@ -1,7 +1,5 @@
 """`tandem generate`: its output, its refusals, and the continuation of a killed run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,7 @@ def run(shop: Path, out: Path, *more: str, data: str = "in.parquet") -> list[dic
     return pq.read_table(out).to_pylist()  # type: ignore[no-any-return]
 
 
-def test_the_columns_of_the_input_and_the_responses(shop: Path, tmp_path: Path) -> None:
+def test_the_columns_of_the_input_and_the_responses(shop, tmp_path):
     rows = run(shop, tmp_path / "out.parquet", "trainer.seed=5", "rollout.top_p=0.9", "rollout.stop=z")
     tokenizer = load_tokenizer(shop / "model")
     engine = HFEngine(
@@ -78,7 +76,7 @@ def test_the_columns_of_the_input_and_the_responses(shop: Path, tmp_path: Path) 
     assert {reason for row in rows for reason in row["finish_reasons"]} == {"stop", "length"}
 
 
-def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop: Path, tmp_path: Path) -> None:
+def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop, tmp_path):
     tokenizer = load_tokenizer(shop / "model")
     questions = [row["prompt"][0]["content"] for row in pq.read_table(shop / "in.parquet").to_pylist()]
     write_rows(tmp_path / "ids.parquet", [{"tokens": tokenizer.encode(text)} for text in questions])
@@ -93,9 +91,7 @@ def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(
-    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_goes_on_where_it_was(shop, tmp_path, monkeypatch, capsys):
     slow = ("rollout.max_num_seqs=2", "rollout.temperature=0.8")
     undisturbed = run(shop, tmp_path / "whole.parquet", *slow)
     out = tmp_path / "out.parquet"
@@ -126,9 +122,7 @@ def unfinished(shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             main(["generate", *words(shop, out)])
 
 
-def test_work_of_other_settings_is_refused(
-    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_work_of_other_settings_is_refused(shop, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out.parquet"
     unfinished(shop, out, monkeypatch)
     assert main(["generate", *words(shop, out, "rollout.n=2")]) == 1
@@ -149,7 +143,7 @@ def test_work_of_other_settings_is_refused(
 NEW = ("responses", "response_ids", "response_log_probs", "finish_reasons")
 
 
-def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_refuses(shop, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
 
@@ -184,7 +178,7 @@ def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not fresh.exists() and not list(tmp_path.glob("fresh*"))
 
 
-def test_verls_names_work(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verls_names_work(shop, tmp_path, capsys):
     given = words(shop, tmp_path / "o.jsonl", "data.n_samples=2", "rollout.response_length=9", "--dry-run")
     assert main(["generate", *(w for w in given if not w.startswith(("rollout.n=", "data.max_resp")))]) == 0
     shown, said = capsys.readouterr()

@@ -1,7 +1,5 @@
 """The first part of each command's `--help`."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -13,7 +11,7 @@ from tandem.config.schema import keys
 
 
 @pytest.mark.parametrize("command", sorted(KNOWN))
-def test_help_begins_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_begins_with_an_example(command, capsys):
     try:
         status = main([command, "--help"])
     except SystemExit as end:  # of argparse
@@ -25,7 +23,7 @@ def test_help_begins_with_an_example(command: str, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("command", sorted(CONFIGS))
-def test_the_keys_of_an_example_exist_and_those_that_matter_are_shown(command: str) -> None:
+def test_the_keys_of_an_example_exist_and_those_that_matter_are_shown(command):
     known, named = keys(CONFIGS[command][0]), CONFIGS[command][1]
     assert set(re.findall(r"([\w.]+)=", COMMANDS[command])) <= known.keys()
     assert 10 <= len(named) <= 12
@@ -35,7 +33,7 @@ def test_the_keys_of_an_example_exist_and_those_that_matter_are_shown(command: s
     ]
 
 
-def test_defaults_are_shown_where_there_are_any() -> None:
+def test_defaults_are_shown_where_there_are_any():
     assert "  actor_rollout_ref.actor.optim.lr=1e-06\n" in guide("train")
     assert "  data.train_files=…\n" in guide("train")
     assert "most important keys" not in guide("logs")

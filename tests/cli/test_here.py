@@ -1,14 +1,10 @@
 """The part of `tandem check` about this machine, this data and this model."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
 from tandem.cli.main import main
-from tests.support.runs import Lab, lab
+from tests.support.runs import lab
 
 __all__ = ["lab"]
 
@@ -30,9 +26,7 @@ OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=Non
         ),
     ],
 )
-def test_the_config_is_sound_and_the_run_is_refused(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], telling: str
-) -> None:
+def test_the_config_is_sound_and_the_run_is_refused(lab, tmp_path, capsys, words, telling):
     own = tmp_path / "own.py"
     own.write_text(OWN)
     given = [*lab.overrides(tmp_path / "run"), *(word.format(own=own) for word in words)]
@@ -46,9 +40,7 @@ def test_the_config_is_sound_and_the_run_is_refused(
 
 
 @pytest.mark.timeout(120)
-def test_a_reward_that_does_not_load_is_named_in_time(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_does_not_load_is_named_in_time(lab, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
     own = tmp_path / "own.py"
     own.write_text(f"import time; time.sleep(600)\n{OWN}")
@@ -60,9 +52,7 @@ def test_a_reward_that_does_not_load_is_named_in_time(
         assert "custom_reward_function.path: loading it raised TimeoutError" in capsys.readouterr().err
 
 
-def test_several_things_are_said_at_once(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_things_are_said_at_once(lab, tmp_path, capsys):
     words = ["data.train_batch_size=4000", "data.max_response_length=1000"]
     assert main(["train", *lab.overrides(tmp_path / "run"), *words]) == 1
     error = capsys.readouterr().err
@@ -71,15 +61,13 @@ def test_several_things_are_said_at_once(
     assert "max_position_embeddings" in error
 
 
-def test_where_nothing_is_missing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_nothing_is_missing(lab, tmp_path, capsys):
     assert main(["check", "--here", *lab.overrides(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.endswith("the config is sound\n")
 
 
 @pytest.mark.parametrize("command", ["sft", "rm"])
-def test_a_run_on_examples_has_the_same_two_verdicts(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_a_run_on_examples_has_the_same_two_verdicts(lab, tmp_path, capsys, command):
     file = tmp_path / "rows.jsonl"
     row = '{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}\n'
     file.write_text(row * 256, encoding="utf-8")

@@ -35,9 +35,7 @@ def supervised(lab: Lab, folder: Path, row: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("command", ["train", "sft", "rm", "eval", "generate"])
-def test_it_is_named_by_every_command(
-    lab: Lab, larger: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_it_is_named_by_every_command(lab, larger, tmp_path, capsys, command):
     offline = [f"data.path={lab.train}", f"model.path={lab.model}", "data.max_response_length=2"]
     given = {
         "train": lab.overrides(tmp_path / "run"),
@@ -62,7 +60,7 @@ def test_it_is_named_by_every_command(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_critic_reads_the_same_ids(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_critic_reads_the_same_ids(lab, tmp_path, capsys):
     critic = tmp_path / "critic"
     critic.mkdir()
     for file in lab.model.iterdir():

@@ -1,7 +1,5 @@
 """`tandem node`: its errors, and the processes that it starts, signals and ends. Ray is a stand-in."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,28 +85,26 @@ def _sentence(rank: int | None, *words: str, ray: str = "ray", **environment: st
         ),
     ],
 )
-def test_what_the_environment_must_say(
-    name: str, value: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_environment_must_say(name, value, sentence, monkeypatch):
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     assert _sentence(None) == sentence
 
 
-def test_without_ray(tmp_path: Path) -> None:
+def test_without_ray(tmp_path):
     python = Path(sys.executable)
     (tmp_path / "python").symlink_to(python)
     said = _sentence(1, ray="none", PATH=str(tmp_path))
     assert said == "Ray is not installed here; install it with `pip install 'tandem[ray]'`"
 
 
-def test_a_port_in_use(port: int, file: HeadFile) -> None:
+def test_a_port_in_use(port, file):
     words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
     said = _sentence(0, *words, MASTER_PORT=str(port))
     assert said == f"MASTER_PORT {port} is in use on this machine; choose another"
     assert not file.token_path.exists()
 
 
-def test_the_head_does_not_take_a_living_heads_file(port: int, file: HeadFile) -> None:
+def test_the_head_does_not_take_a_living_heads_file(port, file):
     other = Head("127.0.0.1", port, None, "a")
     file.write(other)
     said = _sentence(0, "--head-file", str(file.path))
@@ -117,7 +112,7 @@ def test_the_head_does_not_take_a_living_heads_file(port: int, file: HeadFile) -
     assert file.read() == other
 
 
-def test_the_head_does_not_overwrite_another_kind_of_file(file: HeadFile) -> None:
+def test_the_head_does_not_overwrite_another_kind_of_file(file):
     file.path.parent.mkdir()
     file.path.write_text("my notes")
     said = _sentence(0, "--head-file", str(file.path))
@@ -135,7 +130,7 @@ def test_the_head_does_not_overwrite_another_kind_of_file(file: HeadFile) -> Non
         ({"job": "42", "port": 1}, "names the head 127.0.0.1:1 of job 42, but nothing answers there"),
     ],
 )
-def test_after_the_timeout_it_says_why(text: Any, reason: str, port: int, file: HeadFile) -> None:
+def test_after_the_timeout_it_says_why(text, reason, port, file):
     if isinstance(text, dict):
         file.write(Head(**{"address": "127.0.0.1", "port": port, "start": "a", **text}))
     elif text is not None:
@@ -147,21 +142,21 @@ def test_after_the_timeout_it_says_why(text: Any, reason: str, port: int, file: 
     assert 2 <= time.monotonic() - began < 8
 
 
-def test_a_job_of_ones_own_name_comes_before_slurms(port: int, file: HeadFile) -> None:
+def test_a_job_of_ones_own_name_comes_before_slurms(port, file):
     file.write(Head("127.0.0.1", port, "42", "a"))
     words = ["--timeout", "0", "--head-file", str(file.path)]
     said = _sentence(1, *words, SLURM_JOB_ID="42", TANDEM_JOB_ID="mine")
     assert said.endswith("of job 42, but this is job mine")
 
 
-def test_where_job_names_are_unknown_a_living_head_will_do(port: int, file: HeadFile) -> None:
+def test_where_job_names_are_unknown_a_living_head_will_do(port, file):
     for written, asked in ((None, "42"), ("42", None)):
         head = Head("127.0.0.1", port, written, "a")
         file.write(head)
         assert file.living(asked) == (head, "")
 
 
-def test_nobody_else_may_read_the_token(file: HeadFile) -> None:
+def test_nobody_else_may_read_the_token(file):
     file.write_token("secret")
     assert stat.S_IMODE(file.token_path.stat().st_mode) == 0o600
     assert [path.name for path in file.path.parent.iterdir()] == ["head.json.token"]
@@ -169,7 +164,7 @@ def test_nobody_else_may_read_the_token(file: HeadFile) -> None:
     assert list(file.path.parent.iterdir()) == []
 
 
-def test_the_users_own_token_is_taken_from_where_ray_looks(tmp_path: Path) -> None:
+def test_the_users_own_token_is_taken_from_where_ray_looks(tmp_path):
     default = Path.home() / ".ray" / "auth_token"
     assert len(known_token({})) == 64
     assert known_token({}) != known_token({})
@@ -181,7 +176,7 @@ def test_the_users_own_token_is_taken_from_where_ray_looks(tmp_path: Path) -> No
     assert known_token({"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_TOKEN": "given"}) == "given"
 
 
-def test_addresses() -> None:
+def test_addresses():
     assert address_of("lo") == "127.0.0.1"
     assert own_address("lo") == "127.0.0.1"
     assert own_address(None, towards="127.0.0.1") == "127.0.0.1"
@@ -204,21 +199,21 @@ with Processes() as processes:
 """
 
 
-def test_the_end_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_the_end_leaves_nothing_behind(tmp_path):
     """A process that left its parent, group and session, and ignores signals, ends too."""
     subprocess.run([sys.executable, "-c", STRAY, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_command_that_does_not_exist(stand_in: Path, file: HeadFile) -> None:
+def test_a_command_that_does_not_exist(stand_in, file):
     words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--", "no-such"]
     said = _sentence(0, *words, ray=str(stand_in), MASTER_PORT=free_port())
     assert said == "'no-such' cannot be run (No such file or directory)"
     assert list(file.path.parent.iterdir()) == []
 
 
-def test_the_head_runs_a_command_and_ends_with_its_status(stand_in: Path, file: HeadFile) -> None:
+def test_the_head_runs_a_command_and_ends_with_its_status(stand_in, file):
     port = free_port()
     told = 'cat "$0"; echo; stat -c %a "$0.token"; echo "$RAY_ADDRESS"; cat "$RAY_AUTH_TOKEN_PATH"; exit 7'
     words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--num-cpus", "3", "--ray=--memory=9"]
@@ -245,7 +240,7 @@ def test_the_head_runs_a_command_and_ends_with_its_status(stand_in: Path, file: 
     assert list(file.path.parent.iterdir()) == []
 
 
-def test_signals_reach_the_command_once(stand_in: Path, file: HeadFile, tmp_path: Path) -> None:
+def test_signals_reach_the_command_once(stand_in, file, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import signal, sys, time\n"
@@ -267,7 +262,7 @@ def test_signals_reach_the_command_once(stand_in: Path, file: HeadFile, tmp_path
     assert said == ["ready\n", "usr1\n", "term\n", f"node 0: {sys.executable} exited with status 5\n"]
 
 
-def test_without_a_command_the_head_stays_until_a_signal(stand_in: Path, file: HeadFile) -> None:
+def test_without_a_command_the_head_stays_until_a_signal(stand_in, file):
     port = free_port()
     words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
     command = launch(stand_in, 0, *words, MASTER_PORT=port)
@@ -283,7 +278,7 @@ def test_without_a_command_the_head_stays_until_a_signal(stand_in: Path, file: H
     assert not file.path.exists()
 
 
-def test_a_follower_leaves_the_head_time_to_end_first(stand_in: Path, file: HeadFile, port: int) -> None:
+def test_a_follower_leaves_the_head_time_to_end_first(stand_in, file, port):
     head = Head("127.0.0.1", port, None, "a")
     file.write(head)
     command = launch(stand_in, 1, "--head-file", str(file.path), "--grace", "3")
@@ -298,7 +293,7 @@ def test_a_follower_leaves_the_head_time_to_end_first(stand_in: Path, file: Head
         assert 2.9 < time.monotonic() - began < 10
 
 
-def test_a_second_signal_ends_a_follower_at_once(stand_in: Path, file: HeadFile, port: int) -> None:
+def test_a_second_signal_ends_a_follower_at_once(stand_in, file, port):
     head = Head("127.0.0.1", port, None, "a")
     file.write(head)
     with subprocess.Popen(
@@ -312,7 +307,7 @@ def test_a_second_signal_ends_a_follower_at_once(stand_in: Path, file: HeadFile,
         assert launcher.wait(timeout=30) == 0
 
 
-def test_a_follower_tries_again_until_the_time_is_over(stand_in: Path, file: HeadFile, port: int) -> None:
+def test_a_follower_tries_again_until_the_time_is_over(stand_in, file, port):
     stand_in.write_text("#!/bin/sh\necho no room\nexit 1\n")
     head = Head("127.0.0.1", port, None, "a")
     file.write(head)
@@ -326,7 +321,7 @@ def test_a_follower_tries_again_until_the_time_is_over(stand_in: Path, file: Hea
     assert done.stderr == f"tandem node: no head within 2 s: this machine could not join {head}\n"
 
 
-def test_a_head_that_ends_before_a_follower_has_joined(stand_in: Path, file: HeadFile) -> None:
+def test_a_head_that_ends_before_a_follower_has_joined(stand_in, file):
     stand_in.write_text(f"#!/bin/sh\ntouch {stand_in}.up\nexec sleep 1000\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         file.write(Head("127.0.0.1", server.getsockname()[1], None, "a"))
@@ -336,7 +331,7 @@ def test_a_head_that_ends_before_a_follower_has_joined(stand_in: Path, file: Hea
     assert follower.wait(timeout=30) == 0
 
 
-def test_a_ray_that_ends_too_early(stand_in: Path, file: HeadFile) -> None:
+def test_a_ray_that_ends_too_early(stand_in, file):
     stand_in.write_text("#!/bin/sh\necho one\necho two\nexit 3\n")
     words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
     command = launch(stand_in, 0, *words, MASTER_PORT=free_port())

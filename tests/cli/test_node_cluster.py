@@ -1,7 +1,5 @@
 """`tandem node` with the real Ray, on machines that are network namespaces."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -70,7 +68,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_two_machines_make_one_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_machines_make_one_cluster(cluster, tmp_path):
     cluster.file.write(Head("10.213.0.1", 6379, "yesterday", "a"))  # the address of the next head
     (tmp_path / "program.py").write_text(PROGRAM)
     follower = cluster.start(1, SLURM_JOB_ID="today")
@@ -88,7 +86,7 @@ def test_two_machines_make_one_cluster(cluster: Cluster, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_head_that_is_killed(cluster: Cluster) -> None:
+def test_a_head_that_is_killed(cluster):
     leader = cluster.start(0)
     follower = cluster.start(1)
     cluster.await_word(1, "has joined")
@@ -103,7 +101,7 @@ def test_a_head_that_is_killed(cluster: Cluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_takes_its_ray_along(cluster: Cluster) -> None:
+def test_a_launcher_that_is_killed_takes_its_ray_along(cluster):
     leader = cluster.start(0)
     cluster.await_word(0, "the head is up")
     leader.kill()

@@ -1,13 +1,10 @@
 """Edge cases of a command's process: streams, locale, startup, and paths of the wrong kind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -39,7 +36,7 @@ def shell(line: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
         ("$T config explain trainer.project_name <&-", 0),
     ],
 )
-def test_streams_that_cannot_be_used(line: str, status: int) -> None:
+def test_streams_that_cannot_be_used(line, status):
     done = shell(line)
     assert done.returncode == status, done.stderr
     assert b"Traceback" not in done.stderr
@@ -48,7 +45,7 @@ def test_streams_that_cannot_be_used(line: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("variables", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
-def test_an_accent_in_any_locale(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_an_accent_in_any_locale(tmp_path, variables):
     """The accent is in a path, a config and a value, and is printed on both streams."""
     config = tmp_path / "été.yaml"
     config.write_text("trainer: {naïve: 1}\n", encoding="utf-8")
@@ -60,7 +57,7 @@ def test_an_accent_in_any_locale(tmp_path: Path, variables: dict[str, str]) -> N
 
 
 @pytest.mark.parametrize("command", ["export", "generate", "check --model"])
-def test_a_signal_in_the_first_second(command: str, tmp_path: Path) -> None:
+def test_a_signal_in_the_first_second(command, tmp_path):
     """The signal arrives during imports. The first 0.1 s belongs to the interpreter."""
     for sent, wait in ((signal.SIGINT, 0.4), (signal.SIGTERM, 0.7), (signal.SIGINT, 1.0)):
         words = [*command.split(), "model.path=x"] if command == "generate" else [*command.split(), "a", "b"]
@@ -72,7 +69,7 @@ def test_a_signal_in_the_first_second(command: str, tmp_path: Path) -> None:
         assert (process.returncode, said) == (130, "stopped\n") or process.returncode in (1, 2)
 
 
-def test_an_interrupt_within_exec_has_its_exit_status(tmp_path: Path) -> None:
+def test_an_interrupt_within_exec_has_its_exit_status(tmp_path):
     (tmp_path / "interrupted.py").write_text(
         "import sys\nfrom tandem.cli.process import outcome\n"
         "sys.exit(outcome([], lambda words: exec('raise KeyboardInterrupt')))\n",
@@ -88,7 +85,7 @@ def test_an_interrupt_within_exec_has_its_exit_status(tmp_path: Path) -> None:
      "samples {folder}", "runs {file}", "replay {file}", "replay {folder}", "stacks {file}", "logs {file}",
      "config show {folder}", "data validate {folder}/none", "bench compare {file} {folder}"],
 )  # fmt: skip
-def test_paths_of_the_wrong_kind(words: str, tmp_path: Path) -> None:
+def test_paths_of_the_wrong_kind(words, tmp_path):
     file = tmp_path / "file"
     file.write_text("x", encoding="utf-8")
     done = shell("$T " + words.format(folder=tmp_path, file=file), OMP_NUM_THREADS="1")

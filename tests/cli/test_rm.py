@@ -1,7 +1,5 @@
 """`tandem rm`: from a file of preferences to a reward model that other programs load."""
 
-from __future__ import annotations
-
 import functools
 from importlib import import_module
 from pathlib import Path
@@ -36,7 +34,7 @@ def trained(school: School) -> tuple[School, Path]:
     return school, school.folder / "exported"
 
 
-def test_the_reward_model_role_scores_as_training_did(trained: tuple[School, Path], tmp_path: Path) -> None:
+def test_the_reward_model_role_scores_as_training_did(trained, tmp_path):
     """The mean rewards of validation answers equal those that the run's last validation reported."""
     school, folder = trained
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -63,7 +61,7 @@ def test_the_reward_model_role_scores_as_training_did(trained: tuple[School, Pat
         assert float(scores.double().mean()) == pytest.approx(row[name], rel=1e-5, abs=1e-6)
 
 
-def test_transformers_scores_a_padded_batch_alike(trained: tuple[School, Path]) -> None:
+def test_transformers_scores_a_padded_batch_alike(trained):
     school, folder = trained
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert type(model).__name__ == "Qwen2ForSequenceClassification"
@@ -77,7 +75,7 @@ def test_transformers_scores_a_padded_batch_alike(trained: tuple[School, Path]) 
     assert float(scores.detach().mean()) == pytest.approx(row["val/reward_chosen"], rel=1e-4, abs=1e-5)
 
 
-def test_the_exported_folder_is_where_another_run_may_start(trained: tuple[School, Path]) -> None:
+def test_the_exported_folder_is_where_another_run_may_start(trained):
     school, folder = trained
     again = school.run("rm", "again", f"model.path={folder}", "optim.lr=0", "trainer.total_training_steps=1")
     last = read_metrics(school.folder / "trained" / "metrics.jsonl")[-1]
@@ -86,7 +84,7 @@ def test_the_exported_folder_is_where_another_run_may_start(trained: tuple[Schoo
     assert not any("score head" in sentence for sentence in again.said)
 
 
-def test_where_padding_is_the_end_of_sequence_none_is_named(school: School) -> None:
+def test_where_padding_is_the_end_of_sequence_none_is_named(school):
     """Otherwise transformers would take the score before the end-of-sequence token."""
     tokenizer = AutoTokenizer.from_pretrained(school.model)
     tokenizer.pad_token = tokenizer.eos_token
@@ -99,9 +97,7 @@ def test_where_padding_is_the_end_of_sequence_none_is_named(school: School) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_example_learns_what_is_preferred_and_from_coin_tosses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_learns_what_is_preferred_and_from_coin_tosses_nothing(tmp_path, monkeypatch, capsys):
     """This is what its README says, with fewer steps."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLE)
@@ -125,9 +121,7 @@ def test_the_example_learns_what_is_preferred_and_from_coin_tosses_nothing(
     assert last["val/accuracy"] < 0.9 and last["val/loss"] > 0.6
 
 
-def test_what_is_wrong_is_said_before_anything_is_made(
-    school: School, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_wrong_is_said_before_anything_is_made(school, tmp_path, capsys):
     run = f"trainer.default_local_dir={tmp_path / 'run'}"
     words = school.words("rm", "unmade", run)
     assert main(["rm", *words, "max_token_len_per_gpu=95", "data.chosen=x"]) == 1
@@ -139,9 +133,7 @@ def test_what_is_wrong_is_said_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_dry_run_check_and_config_know_the_command(
-    school: School, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_check_and_config_know_the_command(school, capsys):
     words = school.words("rm", "unmade")
     assert main(["rm", *words, "--dry-run"]) == 0
     assert "center_rewards_coefficient: 0.0" in capsys.readouterr().out

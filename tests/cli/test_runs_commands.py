@@ -1,7 +1,5 @@
 """`tandem runs`: list, compare, plot and prune."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +26,7 @@ def typed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return run
 
 
-def test_the_list(typed: Typed) -> None:
+def test_the_list(typed):
     write_run(Path("runs/a"), [0.25, 0.75, 0.5])
     RunFolder("runs/b/empty")
     RunFolder("runs/red\x1b[31m").log_metrics(1, {"rm/accuracy": 0.5})
@@ -48,7 +46,7 @@ def test_the_list(typed: Typed) -> None:
     assert "unreadable: line 1" in lines[4]
 
 
-def test_the_list_for_programs(typed: Typed) -> None:
+def test_the_list_for_programs(typed):
     path = write_run(Path("runs/a"), [0.25, 0.75, 0.5], config="critic: {optim: {lr: 1.0}}")
     status, out, _ = typed("runs", "--json")
     facts = json.loads(out)
@@ -60,13 +58,13 @@ def test_the_list_for_programs(typed: Typed) -> None:
     assert status == 0
 
 
-def test_no_run_anywhere(typed: Typed) -> None:
+def test_no_run_anywhere(typed):
     status, out, err = typed()
     assert (status, out) == (1, "")
     assert err.startswith("tandem runs: runs: no run was found")
 
 
-def test_two_runs_compared(typed: Typed) -> None:
+def test_two_runs_compared(typed):
     write_run(Path("a"), [0.25, 0.5], config="data: {train_batch_size: 8, max: {x: 1}, same: [1]}")
     write_run(Path("b"), [0.125], config="data: {train_batch_size: 9, max: {x: 1}, same: [1]}")
     status, out, _ = typed("compare", "a", "b", "--metric", "actor/odd")
@@ -82,7 +80,7 @@ def test_two_runs_compared(typed: Typed) -> None:
     }
 
 
-def test_plots(typed: Typed) -> None:
+def test_plots(typed):
     write_run(Path("a"), [0.25, 0.5, 0.75])
     write_run(Path("b"), [0.125, 0.25])
     status, out, _ = typed("plot", "a")
@@ -94,7 +92,7 @@ def test_plots(typed: Typed) -> None:
     assert status == 1 and "reward/mean" in err
 
 
-def test_pruning_keeps_the_newest_and_the_best(typed: Typed) -> None:
+def test_pruning_keeps_the_newest_and_the_best(typed):
     run = write_run(Path("runs/a"), [0.1, 0.9, 0.3, 0.4, 0.5], checkpoints=[1, 2, 3, 4, 5])
     (run / "checkpoints" / "step_000005" / "weights").write_bytes(
         b"x" * 999
@@ -116,27 +114,27 @@ def test_pruning_keeps_the_newest_and_the_best(typed: Typed) -> None:
     assert typed("prune")[1].startswith("0 folders")
 
 
-def test_pruning_by_the_metric_that_the_config_names(typed: Typed) -> None:
+def test_pruning_by_the_metric_that_the_config_names(typed):
     run = write_run(Path("a"), [0.1, 0.9, 0.3], checkpoints=[1, 2, 3])
     RunFolder(run).write_config("trainer: {keep_best: reward/mean, keep_best_mode: min}")
     out = typed("prune", "a")[1]
     assert [line.split()[2] for line in out.splitlines()[:-1]] == ["a/checkpoints/step_000002"]
 
 
-def test_the_best_that_is_kept_is_the_best_of_those_saved(typed: Typed) -> None:
+def test_the_best_that_is_kept_is_the_best_of_those_saved(typed):
     write_run(Path("a"), [0.1, 0.9, 0.6, 0.2, 0.3], checkpoints=[1, 3, 5])
     out = typed("prune", "a")[1]
     assert [line.split()[2] for line in out.splitlines()[:-1]] == ["a/checkpoints/step_000001"]
 
 
-def test_a_run_without_a_whole_checkpoint_loses_none(typed: Typed) -> None:
+def test_a_run_without_a_whole_checkpoint_loses_none(typed):
     run = write_run(Path("a"), [0.1, 0.9], checkpoints=[1, 2])
     for checkpoint in (run / "checkpoints").iterdir():
         (checkpoint / "manifest.json").unlink()
     assert typed("prune", "a")[1].startswith("0 folders")
 
 
-def test_a_running_run_is_left_alone(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_run_is_left_alone(typed, monkeypatch):
     run = write_run(Path("a"), [0.1, 0.9, 0.3], checkpoints=[1, 2, 3])
     with ProcessLock(run / "run.lock", "key", print):
         assert typed("prune", "a", "--yes")[1].startswith("deleted 0 folders")

@@ -1,7 +1,5 @@
 """The command `tandem samples`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -28,7 +26,7 @@ def heads(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("──")]
 
 
-def test_the_last_step_unless_told(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_unless_told(run, capsys):
     assert main(["samples", run]) == 0
     out = capsys.readouterr().out
     assert heads(out) == [
@@ -54,9 +52,7 @@ def test_the_last_step_unless_told(run: str, capsys: pytest.CaptureFixture[str])
         (["--val"], [0.125]),
     ],
 )
-def test_which_ones(
-    run: str, words: list[str], scores: list[float], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_which_ones(run, words, scores, capsys):
     assert main(["samples", run, *words]) == 0
     shown = [float(head.split("score ")[1].split()[0]) for head in heads(capsys.readouterr().out)]
     assert shown == scores
@@ -75,14 +71,12 @@ def test_which_ones(
         (["--worst", "--best"], "exclude each other"),
     ],
 )
-def test_what_is_not_there(
-    run: str, words: list[str], telling: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there(run, words, telling, capsys):
     assert main(["samples", run, *words]) == 1
     assert telling in capsys.readouterr().err
 
 
-def test_a_run_that_wrote_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_wrote_none(tmp_path, capsys):
     run = write_run(tmp_path / "run", [0.5])
     assert main(["samples", str(run)]) == 1
     err = capsys.readouterr().err
@@ -90,9 +84,7 @@ def test_a_run_that_wrote_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("lacks", ["scores", "response_text", "response_mask", None])
-def test_a_file_that_is_no_file_of_samples(
-    run: str, lacks: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_no_file_of_samples(run, lacks, capsys):
     path = Path(run) / "samples" / "step_000002.parquet"
     if lacks is None:
         path.write_bytes(path.read_bytes()[:-20])
@@ -104,7 +96,7 @@ def test_a_file_that_is_no_file_of_samples(
     assert lacks is None or f"it has no column {lacks}" in err
 
 
-def test_who_reads_the_output_may_have_enough(run: str) -> None:
+def test_who_reads_the_output_may_have_enough(run):
     for _ in range(12):  # larger than a pipe's buffer
         write_samples(RunFolder(run), 3, [0.0] * 40, responses=["x" * 5000] * 40)
     command = f"{sys.executable} -m tandem samples {run} --json | head -c 5"

@@ -1,9 +1,5 @@
 """Usage errors of the commands whose options Typer reads."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tandem.cli.main import main
@@ -21,9 +17,7 @@ from tandem.cli.typed import run_typed
         (["stacks"], "run"),
     ],
 )
-def test_a_command_line_that_is_not_understood(
-    words: list[str], telling: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_line_that_is_not_understood(words, telling, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"tandem {words[0]}: ")
@@ -32,12 +26,12 @@ def test_a_command_line_that_is_not_understood(
     assert len(error.splitlines()) in (2, 4)
 
 
-def test_an_error_shows_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_shows_no_control_characters(tmp_path, capsys):
     assert main(["logs", str(tmp_path / "\x1b[31mred")]) == 1
     assert "\\x1b[31mred" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_command_with_the_status_of_an_interrupt() -> None:
+def test_ctrl_c_ends_a_command_with_the_status_of_an_interrupt():
     def interrupted() -> None:
         raise KeyboardInterrupt
 

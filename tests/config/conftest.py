@@ -1,7 +1,5 @@
 """Fixtures: a data file and a model folder that suffice for the config, loaders, and a check of refusals."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

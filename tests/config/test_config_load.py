@@ -1,7 +1,5 @@
 """YAML files, overrides, interpolation, deprecated keys, notices, and writing a config back to YAML."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -137,7 +135,7 @@ def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
     assert [type(value) for value in found["numbers"]] == [type(value) for value in numbers]
 
 
-def test_values_by_key_are_taken_as_they_are(required: list[str]) -> None:
+def test_values_by_key_are_taken_as_they_are(required):
     """Keys may be dotted or nested, values are not parsed as YAML, and later overrides win."""
     given = {
         "trainer.experiment_name": "1e5",

@@ -1,7 +1,5 @@
 """What is said of words that are superseded, deprecated or without effect; words of which nothing is said."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.words import full, rows

@@ -1,7 +1,5 @@
 """Which modules read a key, derived from the code; every key is read."""
 
-from __future__ import annotations
-
 import pytest
 
 from docs import readers as derivation

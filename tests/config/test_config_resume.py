@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,17 +25,17 @@ def _found(words: list[str], *more: str, then: dict[str, Any] | None = None) -> 
     return changes(to_dict(_config(words)) if then is None else then, _config(words, *more))
 
 
-def test_the_same_config_has_no_changes(words: list[str]) -> None:
+def test_the_same_config_has_no_changes(words):
     assert _found(words, "trainer.resume_mode=disable", "trainer.resume_with_changes=true") == []
 
 
-def test_a_change_is_of_one_key_though_others_inherit_it(words: list[str]) -> None:
+def test_a_change_is_of_one_key_though_others_inherit_it(words):
     assert _found(words, "trainer.seed=3") == [Change("trainer.seed", "0", "3")]
     name = "data.apply_chat_template_kwargs"
     assert _found(words, name + "={a: 1}") == [Change(name, "{}", '{"a": 1}')]
 
 
-def test_a_folder_of_an_older_version(words: list[str]) -> None:
+def test_a_folder_of_an_older_version(words):
     """A missing key counts as unchanged, and a key with its old name is compared."""
     then = to_dict(_config(words))
     del then["actor_rollout_ref"]["actor"]["clip_ratio_c"]
@@ -63,7 +61,7 @@ def test_a_folder_of_an_older_version(words: list[str]) -> None:
         ("actor_rollout_ref.rollout.enforce_eager", True), ("micro_batch_size_per_gpu", True),
     ],
 )  # fmt: skip
-def test_which_keys_decide_what_is_learnt(name: str, free: bool) -> None:
+def test_which_keys_decide_what_is_learnt(name, free):
     found = {
         keys(root)[name].resumed != "refused"
         for root in (TrainConfig, SFTConfig, RMConfig)
@@ -72,13 +70,13 @@ def test_which_keys_decide_what_is_learnt(name: str, free: bool) -> None:
     assert found == {free}
 
 
-def test_keys_that_say_which_run_goes_on_are_silent() -> None:
+def test_keys_that_say_which_run_goes_on_are_silent():
     silent = {name for name, key in keys(TrainConfig).items() if key.resumed == "silent"}
     names = ("resume_mode", "resume_from_path", "resume_with_changes", "default_local_dir")
     assert silent == {f"trainer.{name}" for name in names}
 
 
-def test_side_by_side() -> None:
+def test_side_by_side():
     table = side_by_side([Change("a.b", "1", "22"), Change("long.key", '"grpo"', '"rloo"')])
     assert table.splitlines() == [
         "  key       then    now",
@@ -87,7 +85,7 @@ def test_side_by_side() -> None:
     ]
 
 
-def test_an_aggregation_left_to_the_loss_is_the_one_that_was_named(words: list[str]) -> None:
+def test_an_aggregation_left_to_the_loss_is_the_one_that_was_named(words):
     then = to_dict(_config(words))
     then["actor_rollout_ref"]["actor"]["loss_agg_mode"] = then["critic"]["loss_agg_mode"] = "token-mean"
     assert _found(words, then=then) == []

@@ -1,7 +1,5 @@
 """The keys that determine how responses are sampled, and how they become `SamplingParams`."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes that follow from a config, compared with numbers computed by hand."""
 
-from __future__ import annotations
-
 from tandem.config.sizes import derived
 
 

@@ -1,7 +1,5 @@
 """Loading or refusing a config imports no torch, no arrays and no terminal, and parses no source code."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Values of a config: defaults, keys that inherit, other spellings, and what is computed of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The keys of the rollout correction: spellings and bounds."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,13 +12,13 @@ from tandem.config.sources import to_yaml
 from tandem.config.written import to_dict
 
 
-def test_the_tables_are_those_of_the_algorithms() -> None:
+def test_the_tables_are_those_of_the_algorithms():
     assert set(tables.IMPORTANCE_WEIGHTS) == set(IMPORTANCE_WEIGHTS.names)
     assert set(tables.REJECTIONS) == set(REJECTIONS.names)
     assert set(tables.RATIO_REJECTIONS) == {name for name in REJECTIONS.names if name.endswith("k1")}
 
 
-def test_a_command_line_of_verls(load) -> None:
+def test_a_command_line_of_verls(load):
     loaded = load(
         "C.rollout_is=token C.rollout_is_threshold=0.5_5.0 C.rollout_is_batch_normalize=true",
         "C.rollout_rs=token_k1, seq_max_k2,seq_mean_k1,token_k1 C.rollout_rs_threshold=0.5_2.0,0.01,1.001",
@@ -37,7 +35,7 @@ def test_a_command_line_of_verls(load) -> None:
     assert "calculate_log_probs: ignored" in notice
 
 
-def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path) -> None:
+def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path):
     given = "C.rollout_is=sequence C.rollout_is_threshold=3 C.rollout_rs=[token_k2,token_k3]"
     config = load(f"{given} C.rollout_rs_threshold=0.1").config
     assert config.algorithm.rollout_correction.rollout_is_threshold == "3.0"
@@ -45,7 +43,7 @@ def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path) -> None:
     assert load_train_config(str(tmp_path / "again.yaml")).config == config
 
 
-def test_one_bound_serves_all_modes(load) -> None:
+def test_one_bound_serves_all_modes(load):
     assert load().config.algorithm.rollout_correction.weight_bounds == Bounds(None, 2.0)
     config = RolloutCorrectionConfig(rollout_rs="token_k2,token_k3", rollout_rs_threshold=0.3)
     assert config.rejection_bounds == (Bounds(None, 0.3), Bounds(None, 0.3))
@@ -53,7 +51,7 @@ def test_one_bound_serves_all_modes(load) -> None:
     assert own.rejection_bounds == (Bounds(0.1, 0.3),)
 
 
-def test_older_spellings(load, loaded) -> None:
+def test_older_spellings(load, loaded):
     loaded("C.use_policy_gradient=true", "C.loss_type=reinforce")
     loaded("C.bypass_old_logprob_for_rollout=true", "C.bypass_mode=true")
     first = "algorithm.rollout_is_level=sequence algorithm.rollout_is_threshold=4.0"

@@ -1,7 +1,5 @@
 """`explain` for every key, and the commands that use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts that follow from a config: the engines and models of a run, and the sizes of a model's folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

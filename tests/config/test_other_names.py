@@ -1,7 +1,5 @@
 """Suggestions for keys that another program names differently."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem.config.other_names import OTHER_NAMES
@@ -37,13 +35,13 @@ max_seq_length | - | data.max_length
 
 
 @pytest.mark.parametrize(("given", "meant", "supervised"), rows(MEANT))
-def test_the_key_that_is_meant_is_named(given: str, meant: str, supervised: str) -> None:
+def test_the_key_that_is_meant_is_named(given, meant, supervised):
     for root, key in ((TrainConfig, meant), (SFTConfig, supervised), (RMConfig, supervised)):
         if key not in ("", "-"):
             assert unknown_key(full(given), keys(root)).remedy == f"did you mean {full(key)}?"
 
 
-def test_every_meaning_is_a_key_and_no_name_is() -> None:
+def test_every_meaning_is_a_key_and_no_name_is():
     known = [name for root in (TrainConfig, SFTConfig, RMConfig) for name in keys(root)]
     for name, ends in OTHER_NAMES.items():
         assert all(any(key == end or key.endswith(f".{end}") for key in known) for end in ends), name

@@ -1,7 +1,5 @@
 """What is refused of devices, pools, engines, kernels, and models by name, as in `test_refused_values.py`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is refused of one value or of several: one error with its key, what was given and the remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem import hub

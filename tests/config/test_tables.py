@@ -1,7 +1,5 @@
 """The config's tables, compared with the code that they describe."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem.algorithms import aggregation, kl

@@ -1,7 +1,5 @@
 """A complete GRPO command line written for verl, with paths and sizes for one machine."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem.config.batching import Batching

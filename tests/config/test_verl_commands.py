@@ -1,7 +1,5 @@
 """Real command lines from verl's examples (main and 0.6.1), with other paths and vllm instead of sglang."""
 
-from __future__ import annotations
-
 import pytest
 
 from docs.verl_commands import COMMANDS, REFUSED, counts, page, refused

@@ -1,7 +1,5 @@
 """Every key of verl's `ppo_trainer` has a verdict, and the verdict is true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

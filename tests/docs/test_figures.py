@@ -5,8 +5,6 @@ the numbers in the file. If a page names the file in a comment after the figure 
 `test_site.py` checks the figure.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import groupby
 from operator import itemgetter
@@ -365,25 +363,25 @@ UNSHOWN = {"weight_sync.json"}
 """Files without a figure on any page."""
 
 
-def test_there_is_a_function_for_every_file() -> None:
+def test_there_is_a_function_for_every_file():
     assert {path.name for path in RESULTS.glob("*.json")} == SHOWN.keys() | UNSHOWN
 
 
 @pytest.mark.parametrize("file", SHOWN)
-def test_pages_show_what_the_file_says(file: str) -> None:
+def test_pages_show_what_the_file_says(file):
     shown = list(SHOWN[file](json.loads((RESULTS / file).read_text("utf-8"))))
     assert shown
     assert [(name, phrase) for name, phrase in shown if times_in(page(name), phrase) != 1] == []
 
 
-def test_a_figure_is_found_as_it_is() -> None:
+def test_a_figure_is_found_as_it_is():
     text = plain("off by 5.0% in\nthe median, 2.81 <!-- = a.json b --> times; | `ab` | words | 0.43 |")
     shown = "off by 5.0% in the median", "2.81 times", "| `ab` | … | 0.43 |"
     assert [times_in(text, phrase) for phrase in shown] == [1, 1, 1]
     assert [times_in(text, phrase) for phrase in ("off by 5%", ".0% in", "0.4", "81 times")] == [0, 0, 0, 0]
 
 
-def test_a_comparison_of_schedules_is_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_of_schedules_is_what_the_command_says(capsys):
     shown = [block.text for block in blocks(ROOT / "docs" / "before-a-run.md")]
     (at,) = (index for index, text in enumerate(shown) if "--schedule" in text)
     assert main([str(ROOT / word) if "/" in word else word for word in shown[at].split()[1:]]) == 0

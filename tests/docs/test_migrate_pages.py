@@ -1,7 +1,5 @@
 """Tests that the pages list all settings of other systems and all variables that verl reads."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -14,7 +12,7 @@ VERL = next((Path(__file__).parents[2] / ".peers" / "verl" / "lib").glob("python
 READ = re.compile(r"(?:environ(?:\.get)?[\[(]|getenv\()\s*[\"']([A-Z][A-Z_0-9]+)[\"']")
 
 
-def test_every_setting_has_a_line() -> None:
+def test_every_setting_has_a_line():
     page = migrate_pages.from_trl()
     for table in trl_table.TABLES.values():
         assert all(f"| `{name}` |" in page for name in table)
@@ -28,7 +26,7 @@ def test_every_setting_has_a_line() -> None:
 
 @pytest.mark.verl
 @pytest.mark.skipif(VERL is None, reason="verl is not installed; run make peers")
-def test_every_variable_that_verl_reads_has_a_line() -> None:
+def test_every_variable_that_verl_reads_has_a_line():
     assert VERL is not None
     found = {name for path in VERL.rglob("*.py") for name in READ.findall(path.read_text(errors="replace"))}
     assert found - environment.VARIABLES.keys() == set()

@@ -1,7 +1,5 @@
 """Tests of the site: it builds without a warning, the search works, and generated pages are complete."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -56,7 +54,7 @@ def made() -> dict[str, Page]:
 
 
 @pytest.mark.slow
-def test_it_builds_and_every_page_is_within_reach(site: Path) -> None:
+def test_it_builds_and_every_page_is_within_reach(site):
     """The build itself fails for dead links and for files fetched from other servers."""
     assert not (site.parent / "pages" / "docs").exists()
     first = (site / "index.html").read_text("utf-8")
@@ -68,7 +66,7 @@ def test_it_builds_and_every_page_is_within_reach(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_the_search_finds(site: Path, question: str) -> None:
+def test_the_search_finds(site, question):
     """Uses the index of the site's search: sections with all words; words in titles count most."""
     items = json.loads((site / "search.json").read_text("utf-8"))["items"]
     words = [word for word in question.lower().split() if word not in ("what", "is")]
@@ -86,7 +84,7 @@ def test_the_search_finds(site: Path, question: str) -> None:
     assert set(best[:10]) & set(QUESTIONS[question]), best[:10]
 
 
-def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path: Path) -> None:
+def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path):
     (tmp_path / "a.html").write_text(
         '<a href="b.html#x">b</a><a href="c.html">c</a><script src="https://x/y.js"></script>'
     )
@@ -101,21 +99,21 @@ def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path: Path
     ]
 
 
-def test_the_navigation_names_each_page_once_and_takes_what_it_does_not_know(made: dict[str, Page]) -> None:
+def test_the_navigation_names_each_page_once_and_takes_what_it_does_not_know(made):
     named = [name for name in build._named(NAV)]
     assert len(named) == len(set(named))
     more = build.navigation(made | {"new-page.md": Page("docs/new-page.md", "# New")})
     assert "new-page.md" in json.dumps(more)
 
 
-def test_every_command_has_a_section_with_its_help(made: dict[str, Page]) -> None:
+def test_every_command_has_a_section_with_its_help(made):
     page = made["commands.md"].text
     sections = re.findall(r"^## `tandem ([\w-]+)`$", page, re.M)
     assert sorted(sections) == sorted(COMMANDS)
     assert page.count("example:\n") == len(COMMANDS)
 
 
-def test_every_key_of_every_command_has_a_place(made: dict[str, Page]) -> None:
+def test_every_key_of_every_command_has_a_place(made):
     train = "".join(page.text for place, page in made.items() if place.startswith("config/train-"))
     for command, root in CONFIGS.items():
         text = train if command == "tandem train" else made[f"config/{command.split()[1]}.md"].text
@@ -123,7 +121,7 @@ def test_every_key_of_every_command_has_a_place(made: dict[str, Page]) -> None:
     assert "- used only if `actor_rollout_ref" not in train  # conditions are shown as words, not as code
 
 
-def test_every_error_that_is_raised_by_name_is_on_the_page(made: dict[str, Page]) -> None:
+def test_every_error_that_is_raised_by_name_is_on_the_page(made):
     """The test finds the messages in another way: the first text after `Error(` in the source."""
     page = made["messages.md"].text
     kinds = "|".join(sorted(failures.kinds()))
@@ -136,7 +134,7 @@ def test_every_error_that_is_raised_by_name_is_on_the_page(made: dict[str, Page]
     assert [text for text in own if failures.escaped(text) not in page] == []
 
 
-def test_what_goes_wrong_explains_messages_that_there_are() -> None:
+def test_what_goes_wrong_explains_messages_that_there_are():
     text = (ROOT / "docs" / "failures.md").read_text("utf-8")
     heads = re.findall(r"^### `(.+)`$", text, re.M)
     known = {" ".join(message.text.split()) for message in failures.messages()}
@@ -144,7 +142,7 @@ def test_what_goes_wrong_explains_messages_that_there_are() -> None:
     assert [head for head in heads if head not in known] == []
 
 
-def test_a_figure_is_what_its_result_says() -> None:
+def test_a_figure_is_what_its_result_says():
     found = [figure for page in (ROOT / "docs").rglob("*.md") for figure in figures(page.read_text("utf-8"))]
     assert len(found) >= 30
     assert [(figure, figure.value) for figure in found if not figure.is_right] == []
@@ -156,7 +154,7 @@ COUNTS = {"basics": 30, "advanced": 20, "systems": 15, "coding": 10, "debugging"
 
 
 @pytest.mark.parametrize("page", COUNTS)
-def test_each_question_is_answered_and_leads_to_code(page: str) -> None:
+def test_each_question_is_answered_and_leads_to_code(page):
     _, *parts = (ROOT / "docs" / "questions" / f"{page}.md").read_text("utf-8").split("\n## ")
     assert len(parts) >= COUNTS[page]
     for part in parts:
@@ -168,7 +166,7 @@ def test_each_question_is_answered_and_leads_to_code(page: str) -> None:
         assert snippets or page != "coding", question
 
 
-def test_tutorials_end_in_a_curve() -> None:
+def test_tutorials_end_in_a_curve():
     results = json.loads(tutorials.RESULTS.read_text())
     for name in tutorials.TUTORIALS:
         page = ROOT / ("README.md" if name == "first-run" else f"docs/tutorials/{name}.md")

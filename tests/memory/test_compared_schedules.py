@@ -1,7 +1,5 @@
 """Schedules of generation and training, against a simulation of both sides."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from tandem.config.load import load_train_config
 from tandem.errors import ConfigError
 from tandem.memory.device_file import Device
 from tandem.memory.plan import GIB, Plan, plan
-from tandem.memory.schedules import Schedule, chosen, compare
+from tandem.memory.schedules import chosen, compare
 from tandem.memory.seconds import Lengths, Rates
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock, Stages
@@ -62,7 +60,7 @@ def simulated(stages: Stages, *, ahead: bool, steps: int = 200) -> tuple[float, 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seconds", [(5, 3, 1), (2, 7, 0), (4, 4, 0.5)])
-def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds: tuple[float, ...], ahead: bool) -> None:
+def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds, ahead):
     stages = Stages(*seconds)
     step, waits = simulated(stages, ahead=ahead)
     assert stages.step(ahead=ahead) == pytest.approx(step, rel=0.02)
@@ -84,9 +82,7 @@ class Told:
         return plan(config, shape_of, self.device)
 
 
-def compared(
-    stages: Any, *words: str, accepts: Any = lambda keys: True, device: float = 1000.0
-) -> list[Schedule]:
+def compared(stages, *words, accepts=lambda keys: True, device=1000.0):
     config = load_train_config(None, [*BASE, *words], elsewhere=True).config
     return compare(config, Told(stages, device * GIB, accepts))
 
@@ -96,7 +92,7 @@ def ideal(config: Any, _: Any) -> Stages:
     return Stages(12 / config.trainer.devices_of("rollout"), 4 / config.trainer.devices_of("actor"), 0.0)
 
 
-def test_the_best_split_is_the_one_that_balances_both_sides() -> None:
+def test_the_best_split_is_the_one_that_balances_both_sides():
     together, apart, ahead = compared(ideal)
     assert (together.training, together.rollout, together.step) == (8, 8, 2.0)
     assert (ahead.training, ahead.rollout, ahead.step) == (2, 6, 2.0)
@@ -113,7 +109,7 @@ def test_the_best_split_is_the_one_that_balances_both_sides() -> None:
     assert set(apart.left) == {"training", "rollout"} and len(together.left) == 1
 
 
-def test_splits_suit_the_sizes_and_the_rules() -> None:
+def test_splits_suit_the_sizes_and_the_rules():
     sizes = ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",)
     sizes += ("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4",)
     _, apart, ahead = compared(ideal, *sizes)
@@ -130,7 +126,7 @@ def test_splits_suit_the_sizes_and_the_rules() -> None:
         compared(ideal, accepts=lambda keys: False)
 
 
-def test_what_does_not_fit_comes_last() -> None:
+def test_what_does_not_fit_comes_last():
     """One device for training would be fastest, but has no room for the weights and moments of a 7B model."""
 
     def costly(config: Any, _: Any) -> Stages:
@@ -141,7 +137,7 @@ def test_what_does_not_fit_comes_last() -> None:
     assert compared(costly)[1].training == 1
 
 
-def test_stages_are_the_step_taken_apart() -> None:
+def test_stages_are_the_step_taken_apart():
     config = load_train_config(None, list(BASE), elsewhere=True).config
     clock = Clock.of({}, "H100", 80, cuda=True)
     assert clock is not None
@@ -163,7 +159,7 @@ def test_stages_are_the_step_taken_apart() -> None:
     assert found.step(ahead=False) == pytest.approx(half["step"] + sent)
 
 
-def test_rewards_belong_to_generation() -> None:
+def test_rewards_belong_to_generation():
     """A reward takes a millisecond, as was measured."""
     config = load_train_config(None, list(BASE), elsewhere=True).config
     measured = Device(Rates(1e15, 3e12), 2, {"reward": [0.0, 0.0, 0.0, 0.0, 1e-3]})
@@ -176,7 +172,7 @@ def test_rewards_belong_to_generation() -> None:
     assert stages.generation == pytest.approx(whole["generate_sequences"] + whole["reward"])
 
 
-def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_and_chooses(capsys):
     words = ["plan", *BASE, "--devices", "8xH100", "--schedule"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -199,9 +195,7 @@ def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) ->
         (("--fit", "8x80GB"), "exclude each other"),
     ],
 )
-def test_what_is_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Any
-) -> None:
+def test_what_is_refused(words, said, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", *BASE, "--schedule", *words]) == 1
     assert said in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """The work of a step and the fit of factors, against slow reference implementations."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -50,7 +48,7 @@ def config(tmp_path: Path, *words: str) -> TrainConfig:
     return load_train_config(None, [*own, *words]).config
 
 
-def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
+def test_operations_are_those_that_torch_counts(tmp_path):
     model = AutoModelForCausalLM.from_config(Qwen2Config(**STORED, tie_word_embeddings=False))
     assert SHAPE.matrices + SHAPE.embedding == sum(
         p.numel() for n, p in model.named_parameters() if n.endswith(("proj.weight", "lm_head.weight"))
@@ -71,7 +69,7 @@ def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
     assert work["update_actor"].tokens == 240 and work["update_actor"].samples == 8
 
 
-def test_decoding_counts_steps_and_contexts_token_by_token(tmp_path: Path) -> None:
+def test_decoding_counts_steps_and_contexts_token_by_token(tmp_path):
     prompts, responses = np.array([3, 5]), np.array([4, 7, 2, 9])
     whole = config(tmp_path, "actor_rollout_ref.rollout.max_num_seqs=3", "data.train_batch_size=2")
     work = step_work(whole, SHAPE, prompts, responses, item=2)["generate_sequences"]
@@ -84,7 +82,7 @@ def test_decoding_counts_steps_and_contexts_token_by_token(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 40])
-def test_decode_steps_against_a_step_by_step_simulation(slots: int) -> None:
+def test_decode_steps_against_a_step_by_step_simulation(slots):
     lengths = np.random.default_rng(slots).integers(1, 30, 33).tolist()
     waiting, running, steps = list(lengths), list[int](), 0
     while waiting or running:
@@ -95,7 +93,7 @@ def test_decode_steps_against_a_step_by_step_simulation(slots: int) -> None:
     assert decode_steps(lengths, slots) == steps
 
 
-def test_phases_follow_the_config(tmp_path: Path) -> None:
+def test_phases_follow_the_config(tmp_path):
     sizes = np.array([10] * 4), np.array([20] * 8)
     one = step_work(config(tmp_path, "actor_rollout_ref.actor.ppo_mini_batch_size=4"), SHAPE, *sizes, item=4)
     assert "old_log_prob" not in one and "ref" not in one and "values" not in one
@@ -120,12 +118,12 @@ def test_phases_follow_the_config(tmp_path: Path) -> None:
     )
 
 
-def test_floor_is_the_longer_of_the_two() -> None:
+def test_floor_is_the_longer_of_the_two():
     assert Work(operations=2e9, bytes=1e8).floor(RATES) == 2
     assert Work(operations=2e9, bytes=3e8).floor(RATES) == 3
 
 
-def test_fit_finds_the_factors_that_made_the_seconds(tmp_path: Path) -> None:
+def test_fit_finds_the_factors_that_made_the_seconds(tmp_path):
     rng = np.random.default_rng(0)
     factors = [1.4, 0.0, 3e-4, 2e-6, 0.0]
     work = [Work(*(rng.uniform(0.1, 10, 5) * (1e9, 1e8, 1e4, 1e6, 1e2))) for _ in range(30)]
@@ -140,7 +138,7 @@ def test_fit_finds_the_factors_that_made_the_seconds(tmp_path: Path) -> None:
     ) == pytest.approx(7)
 
 
-def test_prediction_adds_phases_up() -> None:
+def test_prediction_adds_phases_up():
     work = {"a": Work(operations=2e9), "b": Work(bytes=1e8)}
     phases = predict(work, RATES, {"a": [1.5, 0, 0, 0, 0]})
     assert phases == {"a": 3.0, "b": 2.0, "step": 5.0}  # without factors, twice the floor
@@ -153,7 +151,7 @@ def test_prediction_adds_phases_up() -> None:
     }
 
 
-def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
+def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path):
     path = tmp_path / "deep" / "device.json"
     assert read_devices(path) == {}
     work = Work(operations=1e9)
@@ -169,12 +167,12 @@ def test_the_file_of_devices_keeps_the_newest_of_a_run(tmp_path: Path) -> None:
             read_devices(path)
 
 
-def test_a_model_of_other_layers_is_refused() -> None:
+def test_a_model_of_other_layers_is_refused():
     with pytest.raises(ConfigError, match="size is missing"):
         model_shape({"hidden_size": 3})
 
 
-def test_prediction_needs_no_torch() -> None:
+def test_prediction_needs_no_torch():
     code = "import sys, tandem.bench.prediction; print('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -182,7 +180,7 @@ def test_prediction_needs_no_torch() -> None:
     )
 
 
-def test_devices_share_the_work_and_split_layers_their_weights(tmp_path: Path) -> None:
+def test_devices_share_the_work_and_split_layers_their_weights(tmp_path):
     sizes = np.array([10] * 4), np.array([20] * 8)
     one = step_work(config(tmp_path), SHAPE, *sizes, item=4)
     two = step_work(config(tmp_path, "trainer.n_gpus_per_node=2"), SHAPE, *sizes, item=4)

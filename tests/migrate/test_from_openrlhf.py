@@ -1,9 +1,6 @@
 """OpenRLHF's options become configs: the calculations are right, and the written config can be loaded."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 
@@ -28,13 +25,13 @@ def converted(load):
     return lambda *options: load(migrate_openrlhf(["--actor_num_gpus_per_node", "1", *options]))
 
 
-def test_verdicts_name_keys_that_exist() -> None:
+def test_verdicts_name_keys_that_exist():
     for name, rule in TABLE.items():
         assert not rule.is_one_key or set(rule.now) <= keys(TrainConfig).keys(), name
         assert rule.is_one_key or rule.reason, name
 
 
-def test_the_defaults_load_and_are_openrlhfs(converted) -> None:
+def test_the_defaults_load_and_are_openrlhfs(converted):
     config = converted()
     algorithm = config.algorithm
     assert (algorithm.adv_estimator, algorithm.use_kl_in_reward, algorithm.kl_penalty) == ("gae", True, "k1")
@@ -47,7 +44,7 @@ def test_the_defaults_load_and_are_openrlhfs(converted) -> None:
     assert config.data.max_response_length == 1024
 
 
-def test_sizes_count_prompts(converted) -> None:
+def test_sizes_count_prompts(converted):
     draw = random.Random()
     for _ in range(10):
         n, prompts, updates = draw.choice((1, 2, 8)), draw.randrange(1, 9), draw.randrange(1, 5)
@@ -62,7 +59,7 @@ def test_sizes_count_prompts(converted) -> None:
         migrate_openrlhf(["--n_samples_per_prompt", "3"])
 
 
-def test_a_group_method_with_its_options(converted) -> None:
+def test_a_group_method_with_its_options(converted):
     config = converted(*GROUPED.split())
     actor = config.actor_rollout_ref.actor
     assert (config.algorithm.adv_estimator, actor.use_kl_loss, actor.kl_loss_type) == ("grpo", True, "k3")
@@ -75,18 +72,18 @@ def test_a_group_method_with_its_options(converted) -> None:
     assert config.actor_rollout_ref.model.lora_rank == 8
 
 
-def test_a_kl_of_no_weight_is_left_out(converted) -> None:
+def test_a_kl_of_no_weight_is_left_out(converted):
     config = converted(*GROUPED.replace("1e-3", "0").split())
     assert (config.actor_rollout_ref.actor.use_kl_loss, config.algorithm.use_kl_in_reward) == (False, False)
 
 
-def test_what_has_no_counterpart_is_named() -> None:
+def test_what_has_no_counterpart_is_named():
     words = "--async_train --enable_ema --normalize_reward --label_key x --no_such 1 --remote_rm_url http://x"
     refused = {row.name for row in migrate_openrlhf(words.split()).rows if row.verdict == "refused"}
     assert refused == {"async_train", "enable_ema", "normalize_reward", "no_such", "remote_rm_url"}
 
 
-def test_a_script_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_is_read(tmp_path, capsys):
     script = tmp_path / "run.sh"
     script.write_text(
         "set -x\nN=4\nray job submit --address=http://127.0.0.1:8265 "
