@@ -5,13 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cli.main import main
 from tandem.config.load import load_train_config
 from tandem.trainer.control import Probe, controlled
 from tests.support import warm
-from tests.support.runs import Lab, lab
-
-__all__ = ["lab"]
 
 OWN = """
 import torch
@@ -57,18 +53,22 @@ class Keeps(ActorWorker):
 HF = "actor_rollout_ref.rollout.name=hf"
 
 
-@pytest.fixture(scope="module")
-def own(lab: Lab) -> Path:
-    path = lab.folder / "own_rollouts.py"
-    path.write_text(OWN)
-    return path
+@pytest.fixture
+def checked(lab, typed):
+    """Return a function that runs the check with a class of `OWN`."""
+    (lab.folder / "own_rollouts.py").write_text(OWN)
+
+    def run(name: str) -> tuple[int, str, str]:
+        classes = f"trainer.worker_classes={{rollout: '{lab.folder / 'own_rollouts.py'}:{name}'}}"
+        return typed("check", "--run", *lab.overrides(lab.folder / "never"), HF, classes)
+
+    return run
 
 
-def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, capsys):
+def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, printed):
     run = lab.folder / "never"
     words = lab.overrides(run, actor_rollout_ref__actor__ppo_mini_batch_size=2)
-    assert main(["check", "--run", *words, HF]) == 0
-    out = capsys.readouterr().out
+    out = printed("check", "--run", *words, HF)
     rows = {line[:28].strip(): line[28:].split() for line in out.splitlines()}
     first, second, floor = map(float, rows["rollout/log_prob_diff_mean"])
     assert 0 < first == second < floor == 1e-4
@@ -85,32 +85,26 @@ def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, capsys):
         ("Rounds", "numerical differences between the engines", "rollout/log_prob_diff_mean"),
     ],
 )
-def test_the_cause_is_named(lab, own, capsys, name, cause, probe):
-    words = lab.overrides(lab.folder / "never")
-    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:{name}'}}"]) == 1
-    out = capsys.readouterr().out
-    assert cause in out.split("wrong: ")[1]
+def test_the_cause_is_named(checked, name, cause, probe):
+    status, out, _ = checked(name)
+    assert status == 1 and cause in out.split("wrong: ")[1]
     (line,) = [line for line in out.splitlines() if line.startswith(probe)]
     assert line.endswith("above")
 
 
-def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(lab, own, capsys):
-    words = lab.overrides(lab.folder / "never")
-    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Silent'}}"]) == 0
-    out = capsys.readouterr().out
-    assert "no log-probs" in out and "not measured" in out
+def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(checked):
+    status, out, _ = checked("Silent")
+    assert status == 0 and "no log-probs" in out and "not measured" in out
     assert "weights changed" in out and "rollout/log_prob_diff_mean" not in out
 
 
-def test_weights_that_do_not_arrive_are_named(lab, own, capsys):
-    words = lab.overrides(lab.folder / "never")
-    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Keeps'}}"]) == 1
-    assert "model.norm.weight" in capsys.readouterr().err
+def test_weights_that_do_not_arrive_are_named(checked):
+    status, _, err = checked("Keeps")
+    assert status == 1 and "model.norm.weight" in err
 
 
-def test_run_and_sft_do_not_go_together(capsys):
-    assert main(["check", "--run", "--sft"]) == 1
-    assert "--run is for configs of `tandem train`" in capsys.readouterr().err
+def test_run_and_sft_do_not_go_together(refused):
+    assert "--run is for configs of `tandem train`" in refused("check", "--run", "--sft")
 
 
 def test_the_control_keeps_the_shape_of_the_run(lab, tmp_path):

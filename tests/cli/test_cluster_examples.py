@@ -1,9 +1,4 @@
-"""The files in examples/cluster.
-
-The batch script runs with a stand-in for SLURM on two machines, which are network namespaces. The
-Kubernetes file is checked against its operator's requirements. The keys of both are checked against the
-config's.
-"""
+"""The files in examples/cluster; the batch script runs with a stand-in for SLURM in network namespaces."""
 
 import json
 import os
@@ -64,24 +59,13 @@ def test_the_slurm_script_trains_on_all_nodes(tmp_path):
     for name, text in (("srun", SRUN), ("tandem", TANDEM)):
         _program(tmp_path / name, text)
     with cluster_network(2) as machines:
-        done = subprocess.run(
-            ["bash", str(FOLDER / "slurm.sbatch"), "config.yaml", "trainer.seed=3"],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PATH": f"{tmp_path}:{os.environ['PATH']}",
-                "PYTHONPATH": str(FOLDER.parents[1]),
-                "HOME": str(tmp_path),
-                "NODES": " ".join(machine.name for machine in machines),
-                "SLURM_JOB_ID": "1234",
-                "SLURM_JOB_NUM_NODES": "2",
-                "SLURM_GPUS_ON_NODE": "8",
-            },
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+        own |= {"PYTHONPATH": str(FOLDER.parents[1]), "NODES": " ".join(machine.name for machine in machines)}
+        own |= {"SLURM_JOB_ID": "1234", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+        command = ["bash", str(FOLDER / "slurm.sbatch"), "config.yaml", "trainer.seed=3"]
+        shown = {"capture_output": True, "text": True}
+        env = {**os.environ, **own}
+        done = subprocess.run(command, cwd=tmp_path, env=env, timeout=120, check=False, **shown)
         assert done.returncode == 0, done.stdout + done.stderr
         assert [pid for machine in machines for pid in machine.processes()] == []
     found = json.loads((tmp_path / "found.json").read_text())

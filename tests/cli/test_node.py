@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,24 @@ def stand_in(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def head_words(file: HeadFile) -> list[str]:
+    return ["--head-file", str(file.path), "--address", "127.0.0.1"]
+
+
+def _ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def _launched(*given: str | Path | int, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(launch(*given, **environment), stdout=subprocess.PIPE, text=True) as launcher:
+        yield launcher
+
+
 def _sentence(rank: int | None, *words: str, ray: str = "ray", **environment: str) -> str:
     """Return the error that the command prints when it exits with status 1."""
-    command = launch(ray, rank, *words, **environment)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = _ended(launch(ray, rank, *words, **environment))
     assert done.returncode == 1
     assert done.stderr.startswith("tandem node: ")
     assert done.stderr.count("\n") == 1
@@ -69,55 +84,41 @@ def _sentence(rank: int | None, *words: str, ray: str = "ray", **environment: st
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "sentence"),
+    ("name", "value", "bounds"),
     [
-        ("RANK", None, "the environment variable RANK is not set; it must be a whole number"),
-        ("RANK", "-1", "the environment variable RANK is '-1'; it must be a whole number from 0 to 1000000"),
-        (
-            "MASTER_PORT",
-            "ssh",
-            "the environment variable MASTER_PORT is 'ssh'; it must be a whole number from 1 to 65535",
-        ),
-        (
-            "MASTER_PORT",
-            "65536",
-            "the environment variable MASTER_PORT is '65536'; it must be a whole number from 1 to 65535",
-        ),
+        ("RANK", None, ""),
+        ("RANK", "-1", "0 to 1000000"),
+        *(("MASTER_PORT", v, "1 to 65535") for v in ("ssh", "65536")),
     ],
 )
-def test_what_the_environment_must_say(name, value, sentence, monkeypatch):
+def test_what_the_environment_must_say(name, value, bounds, monkeypatch):
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    assert _sentence(None) == sentence
+    said = _sentence(None)
+    assert f"environment variable {name} is {'not set' if value is None else repr(value)};" in said
+    assert said.endswith(bounds)
 
 
 def test_without_ray(tmp_path):
-    python = Path(sys.executable)
-    (tmp_path / "python").symlink_to(python)
-    said = _sentence(1, ray="none", PATH=str(tmp_path))
-    assert said == "Ray is not installed here; install it with `pip install 'tandem[ray]'`"
+    (tmp_path / "python").symlink_to(sys.executable)
+    assert "pip install 'tandem[ray]'" in _sentence(1, ray="none", PATH=str(tmp_path))
 
 
-def test_a_port_in_use(port, file):
-    words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
-    said = _sentence(0, *words, MASTER_PORT=str(port))
-    assert said == f"MASTER_PORT {port} is in use on this machine; choose another"
+def test_a_port_in_use(port, file, head_words):
+    assert f"MASTER_PORT {port} is in use" in _sentence(0, *head_words, MASTER_PORT=str(port))
     assert not file.token_path.exists()
 
 
-def test_the_head_does_not_take_a_living_heads_file(port, file):
-    other = Head("127.0.0.1", port, None, "a")
-    file.write(other)
-    said = _sentence(0, "--head-file", str(file.path))
-    assert said.startswith(f"{file.path} names the head 127.0.0.1:{port}, which answers; choose another")
-    assert file.read() == other
-
-
-def test_the_head_does_not_overwrite_another_kind_of_file(file):
-    file.path.parent.mkdir()
-    file.path.write_text("my notes")
-    said = _sentence(0, "--head-file", str(file.path))
-    assert said.startswith(f"{file.path} holds 'my notes'")
-    assert file.path.read_text() == "my notes"
+@pytest.mark.parametrize("kind", ["head", "notes"])
+def test_the_head_takes_neither_a_living_heads_file_nor_another_kind_of_file(kind, port, file):
+    if kind == "head":
+        file.write(Head("127.0.0.1", port, None, "a"))
+    else:
+        file.path.parent.mkdir()
+        file.path.write_text("my notes")
+    before = file.path.read_bytes()
+    telling = {"head": f"names the head 127.0.0.1:{port}, which answers", "notes": "holds 'my notes'"}
+    assert _sentence(0, "--head-file", str(file.path)).startswith(f"{file.path} {telling[kind]}")
+    assert file.path.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -206,30 +207,21 @@ def test_the_end_leaves_nothing_behind(tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_a_command_that_does_not_exist(stand_in, file):
-    words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--", "no-such"]
-    said = _sentence(0, *words, ray=str(stand_in), MASTER_PORT=free_port())
-    assert said == "'no-such' cannot be run (No such file or directory)"
+def test_a_command_that_does_not_exist(stand_in, file, head_words):
+    said = _sentence(0, *head_words, "--", "no-such", ray=str(stand_in), MASTER_PORT=free_port())
+    assert said.startswith("'no-such' cannot be run (No such file")
     assert list(file.path.parent.iterdir()) == []
 
 
-def test_the_head_runs_a_command_and_ends_with_its_status(stand_in, file):
+def test_the_head_runs_a_command_and_ends_with_its_status(stand_in, file, head_words):
     port = free_port()
     told = 'cat "$0"; echo; stat -c %a "$0.token"; echo "$RAY_ADDRESS"; cat "$RAY_AUTH_TOKEN_PATH"; exit 7'
-    words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--num-cpus", "3", "--ray=--memory=9"]
-    done = subprocess.run(
-        launch(
-            stand_in, 0, *words, "--", "sh", "-c", told, str(file.path), MASTER_PORT=port, SLURM_JOB_ID="5"
-        ),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = [*head_words, "--num-cpus", "3", "--ray=--memory=9", "--", "sh", "-c", told, str(file.path)]
+    done = _ended(launch(stand_in, 0, *words, MASTER_PORT=port, SLURM_JOB_ID="5"))
     assert done.returncode == 7, done.stderr
     first, *_, mode, address, last = done.stdout.splitlines()
     token, _, _ = last.partition("node 0:")
-    assert first == f"node 0: the head is up at 127.0.0.1:{port}; its address is in {file.path}"
+    assert f"127.0.0.1:{port}" in first and str(file.path) in first
     written = json.loads(done.stdout[done.stdout.index("{") : done.stdout.index("}") + 1])
     assert (written["address"], written["port"], written["job"]) == ("127.0.0.1", int(port), "5")
     assert (mode, address, len(token)) == ("600", f"127.0.0.1:{port}", 64)
@@ -240,7 +232,7 @@ def test_the_head_runs_a_command_and_ends_with_its_status(stand_in, file):
     assert list(file.path.parent.iterdir()) == []
 
 
-def test_signals_reach_the_command_once(stand_in, file, tmp_path):
+def test_signals_reach_the_command_once(stand_in, head_words, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import signal, sys, time\n"
@@ -249,41 +241,38 @@ def test_signals_reach_the_command_once(stand_in, file, tmp_path):
         "print('ready', flush=True)\n"
         "while True: time.sleep(1)\n"
     )
-    words = ["--head-file", str(file.path), "--address", "127.0.0.1", "--", sys.executable, str(program)]
-    command = launch(stand_in, 0, *words, MASTER_PORT=free_port())
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
+    words = [*head_words, "--", sys.executable, str(program)]
+    with _launched(stand_in, 0, *words, MASTER_PORT=free_port()) as launcher:
         said = [next(line for line in launcher.stdout if line == "ready\n")]
         launcher.send_signal(signal.SIGUSR1)
         said.append(launcher.stdout.readline())
         launcher.send_signal(signal.SIGTERM)
         said += launcher.stdout.readlines()
         assert launcher.wait(timeout=30) == 5
-    assert said == ["ready\n", "usr1\n", "term\n", f"node 0: {sys.executable} exited with status 5\n"]
+    assert said[:3] == ["ready\n", "usr1\n", "term\n"] and len(said) == 4 and "status 5" in said[3]
 
 
-def test_without_a_command_the_head_stays_until_a_signal(stand_in, file):
+def test_without_a_command_the_head_stays_until_a_signal(stand_in, file, head_words):
     port = free_port()
-    words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
-    command = launch(stand_in, 0, *words, MASTER_PORT=port)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
+    with _launched(stand_in, 0, *head_words, MASTER_PORT=port) as launcher:
         launcher.stdout.readline()
-        assert launcher.stdout.readline().endswith(
-            f": export RAY_ADDRESS=127.0.0.1:{port} "
-            f"RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={file.token_path}\n"
-        )
+        told = f"RAY_ADDRESS=127.0.0.1:{port} RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={file.token_path}\n"
+        assert launcher.stdout.readline().endswith(f": export {told}")
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(timeout=30) == 0
     assert not file.path.exists()
 
 
-def test_a_follower_leaves_the_head_time_to_end_first(stand_in, file, port):
+@pytest.fixture
+def head(file: HeadFile, port: int) -> Head:
+    """Write and return a head that answers."""
     head = Head("127.0.0.1", port, None, "a")
     file.write(head)
-    command = launch(stand_in, 1, "--head-file", str(file.path), "--grace", "3")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
+    return head
+
+
+def test_a_follower_leaves_the_head_time_to_end_first(stand_in, file, head):
+    with _launched(stand_in, 1, "--head-file", str(file.path), "--grace", "3") as launcher:
         assert launcher.stdout.readline() == f"node 1: 127.0.0.1 has joined {head}\n"
         launcher.send_signal(signal.SIGUSR1)
         launcher.send_signal(signal.SIGTERM)
@@ -293,13 +282,8 @@ def test_a_follower_leaves_the_head_time_to_end_first(stand_in, file, port):
         assert 2.9 < time.monotonic() - began < 10
 
 
-def test_a_second_signal_ends_a_follower_at_once(stand_in, file, port):
-    head = Head("127.0.0.1", port, None, "a")
-    file.write(head)
-    with subprocess.Popen(
-        launch(stand_in, 1, "--head-file", str(file.path)), stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout is not None
+def test_a_second_signal_ends_a_follower_at_once(stand_in, file, head):
+    with _launched(stand_in, 1, "--head-file", str(file.path)) as launcher:
         launcher.stdout.readline()
         for word in ("when it ends, or after 120 s", "now"):
             launcher.send_signal(signal.SIGINT)
@@ -307,18 +291,14 @@ def test_a_second_signal_ends_a_follower_at_once(stand_in, file, port):
         assert launcher.wait(timeout=30) == 0
 
 
-def test_a_follower_tries_again_until_the_time_is_over(stand_in, file, port):
+def test_a_follower_tries_again_until_the_time_is_over(stand_in, file, head):
     stand_in.write_text("#!/bin/sh\necho no room\nexit 1\n")
-    head = Head("127.0.0.1", port, None, "a")
-    file.write(head)
-    command = launch(stand_in, 1, "--head-file", str(file.path), "--timeout", "2")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = _ended(launch(stand_in, 1, "--head-file", str(file.path), "--timeout", "2"))
     assert done.returncode == 1
     lines = done.stdout.splitlines()
-    assert (
-        len(lines) == 4 and all(str(head) in line for line in lines[::2]) and lines[1::2] == ["no room"] * 2
-    )
-    assert done.stderr == f"tandem node: no head within 2 s: this machine could not join {head}\n"
+    assert len(lines) == 4 and lines[1::2] == ["no room"] * 2
+    assert all(str(head) in line for line in lines[::2])
+    assert "within 2 s" in done.stderr and done.stderr.endswith(f" {head}\n")
 
 
 def test_a_head_that_ends_before_a_follower_has_joined(stand_in, file):
@@ -331,10 +311,8 @@ def test_a_head_that_ends_before_a_follower_has_joined(stand_in, file):
     assert follower.wait(timeout=30) == 0
 
 
-def test_a_ray_that_ends_too_early(stand_in, file):
+def test_a_ray_that_ends_too_early(stand_in, head_words):
     stand_in.write_text("#!/bin/sh\necho one\necho two\nexit 3\n")
-    words = ["--head-file", str(file.path), "--address", "127.0.0.1"]
-    command = launch(stand_in, 0, *words, MASTER_PORT=free_port())
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = _ended(launch(stand_in, 0, *head_words, MASTER_PORT=free_port()))
     assert done.returncode == 1
     assert "did not start on 127.0.0.1" in done.stderr and done.stderr.endswith("\none\ntwo\n")

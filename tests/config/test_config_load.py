@@ -53,7 +53,7 @@ R.log_prob_micro_batch_size | R.log_prob_micro_batch_size_per_gpu
 REF.log_prob_micro_batch_size | REF.log_prob_micro_batch_size_per_gpu
 critic.ppo_micro_batch_size | critic.ppo_micro_batch_size_per_gpu
 critic.forward_micro_batch_size | critic.forward_micro_batch_size_per_gpu
-reward_model.micro_batch_size | reward_model.forward_micro_batch_size_per_gpu
+RM.micro_batch_size | RM.forward_micro_batch_size_per_gpu
 """
 
 
@@ -66,7 +66,7 @@ def test_a_deprecated_micro_batch_size_is_per_device(load, loaded, old, new):
 
 
 DIVIDED = """
-A.ppo_micro_batch_size | 4 | trainer.n_gpus_per_node=2 trainer.nnodes=2
+A.ppo_micro_batch_size | 4 | T.n_gpus_per_node=2 T.nnodes=2
 A.ppo_micro_batch_size | 4 | Q={a: [2, 2], b: [3]} P={actor_rollout: a, critic: b}
 R.log_prob_micro_batch_size | 4 | Q={a: [2, 2], b: [3]} P={actor_rollout: a, critic: b}
 critic.ppo_micro_batch_size | 3 | Q={a: [2, 2], b: [3]} P={actor_rollout: a, critic: b}

@@ -45,7 +45,7 @@ trainer.pools={global_pool: [1]} trainer.world_size=1 trainer.resolved_backend=l
 """Defaults that `test_verl_verdicts.py` does not compare with verl's."""
 
 INHERITED = """
-trainer.seed=7 | data.seed=7
+T.seed=7 | D.seed=7
 A.clip_ratio=0.3 | A.clip_ratio_low=0.3
 A.clip_ratio=0.3 | A.clip_ratio_high=0.3
 A.use_dynamic_bsz=true | REF.log_prob_use_dynamic_bsz=true
@@ -56,7 +56,7 @@ A.ppo_epochs=3 | critic.ppo_epochs=3
 A.shuffle=true | critic.shuffle=true
 A.loss_agg_mode=token-sum | critic.loss_agg_mode=token-sum
 critic.ppo_micro_batch_size_per_gpu=8 | critic.forward_micro_batch_size_per_gpu=8
-data.max_response_length=99 | A.loss_scale_factor=99.0
+D.max_response_length=99 | A.loss_scale_factor=99.0
 """
 
 VALUES = """
@@ -64,44 +64,43 @@ critic.ppo_epochs=2 A.ppo_epochs=5 | critic.ppo_epochs=2
 A.clip_ratio_high=0.28 | A.clip_ratio_low=0.2 A.clip_ratio_high=0.28
 A.strategy=fsdp | A.strategy=fsdp2
 critic.strategy=fsdp | critic.strategy=fsdp2
-A.fsdp_config.dtype=bfloat16 | A.fsdp_config.dtype=bf16
-A.fsdp_config.model_dtype=float64 | A.fsdp_config.model_dtype=fp64
-trainer.logger=console R.stop=END | trainer.logger=[console] R.stop=[END]
-trainer.logger=["console","tensorboard"] | trainer.logger=[console, tensorboard]
-GRPO algorithm.adv_kwargs={epsilon: 1e-4} | algorithm.adv_kwargs={epsilon: 0.0001}
+FS.dtype=bfloat16 | FS.dtype=bf16
+FS.model_dtype=float64 | FS.model_dtype=fp64
+T.logger=console R.stop=END | T.logger=[console] R.stop=[END]
+T.logger=["console","tensorboard"] | T.logger=[console, tensorboard]
+GRPO G.adv_kwargs={epsilon: 1e-4} | G.adv_kwargs={epsilon: 0.0001}
 A.optim.betas=[0.9, 0.95] | A.optim.betas=[0.9, 0.95]
-algorithm.adv_estimator=grpo_vectorized R.n=4 | algorithm.adv_estimator=grpo
-algorithm.adv_estimator=rloo_vectorized R.n=4 | algorithm.adv_estimator=rloo
-algorithm.adv_estimator=vtrace R.n=4 | needs_critic=true roles=[actor, rollout, critic, reward]
-algorithm.adv_estimator=maxrl R.n=4 | needs_critic=false roles=[actor, rollout, reward]
-algorithm.adv_estimator=remax R.n=4 | needs_critic=false roles=[actor, rollout, reward]
-algorithm.adv_estimator=my.module:mine | roles=[actor, rollout, critic, reward]
-GRPO algorithm.use_kl_in_reward=true | roles=[actor, rollout, ref, reward]
+G.adv_estimator=grpo_vectorized R.n=4 | G.adv_estimator=grpo
+G.adv_estimator=rloo_vectorized R.n=4 | G.adv_estimator=rloo
+G.adv_estimator=vtrace R.n=4 | needs_critic=true roles=[actor, rollout, critic, reward]
+G.adv_estimator=maxrl R.n=4 | needs_critic=false roles=[actor, rollout, reward]
+G.adv_estimator=remax R.n=4 | needs_critic=false roles=[actor, rollout, reward]
+G.adv_estimator=my.module:mine | roles=[actor, rollout, critic, reward]
+GRPO G.use_kl_in_reward=true | roles=[actor, rollout, ref, reward]
 SCORED | roles=[actor, rollout, critic, reward_model]
-algorithm.adv_estimator=my.module:estimator algorithm.gdpo_reward_keys=[format, accuracy]
-    | algorithm.gdpo_reward_keys=[format, accuracy]
-algorithm.use_kl_in_reward=true algorithm.kl_ctrl={type: adaptive, horizon: 500, target_kl: 0.5}
-    | algorithm.kl_ctrl.horizon=500.0 algorithm.kl_ctrl.target_kl=0.5
+G.adv_estimator=my.module:estimator G.gdpo_reward_keys=[format, accuracy]
+    | G.gdpo_reward_keys=[format, accuracy]
+G.use_kl_in_reward=true G.kl_ctrl={type: adaptive, horizon: 500, target_kl: 0.5}
+    | G.kl_ctrl.horizon=500.0 G.kl_ctrl.target_kl=0.5
 A.use_kl_loss=true A.kl_loss_type=full | exact_kl=true
-algorithm.use_kl_in_reward=true algorithm.kl_penalty=full | exact_kl=true
-A.use_kl_loss=true algorithm.use_kl_in_reward=true algorithm.kl_penalty=full | exact_kl=true
-A.use_kl_loss=true algorithm.use_kl_in_reward=true | exact_kl=false
+G.use_kl_in_reward=true G.kl_penalty=full | exact_kl=true
+A.use_kl_loss=true G.use_kl_in_reward=true G.kl_penalty=full | exact_kl=true
+A.use_kl_loss=true G.use_kl_in_reward=true | exact_kl=false
 A.use_kl_loss=true REF.reset_interval=10 M.lora_rank=4 Q={a: [1], b: [1]} P={actor_rollout: a, ref: b}
     | REF.reset_interval=10
 R.n=2 R.n_schedule={100: 8, 5: 4} | R.group_sizes={1: 2, 5: 4, 100: 8}
 R.n_schedule.7=3 | R.group_sizes={1: 1, 7: 3}
-GRPO A.policy_loss.loss_mode=dro A.policy_loss.dro_beta=0.1 | A.policy_loss.dro_beta=0.1
-M.use_fused_kernels=true M.fused_kernel_options.impl_backend=triton trainer.device=cuda | M.head=triton
-M.use_fused_kernels=true M.fused_kernel_options.impl_backend=liger trainer.device=auto | M.head=liger
-M.fused_kernel_options.impl_backend=triton trainer.device=cpu | M.head=auto
+GRPO L.loss_mode=dro L.dro_beta=0.1 | L.dro_beta=0.1
+M.use_fused_kernels=true M.fused_kernel_options.impl_backend=triton T.device=cuda | M.head=triton
+M.use_fused_kernels=true M.fused_kernel_options.impl_backend=liger T.device=auto | M.head=liger
+M.fused_kernel_options.impl_backend=triton T.device=cpu | M.head=auto
 M.use_fused_kernels=null M.fused_kernel_options.impl_backend=auto | M.head=auto critic.model.head=auto
 M.use_fused_kernels=false M.fused_kernel_options.impl_backend=auto | M.head=torch critic.model.head=auto
 M.use_fused_kernels=true M.fused_kernel_options.impl_backend=auto | M.head=auto critic.model.head=auto
 M.attn_implementation=sdpa | M.attn_implementation=torch
-trainer.device=cuda M.override_config.attn_implementation=flash_attention_2
+T.device=cuda M.override_config.attn_implementation=flash_attention_2
     | M.attn_implementation=flash_attention_2
-A.fsdp_config.full_determinism=true A.use_kl_loss=true
-    | A.fsdp_config.full_determinism=true REF.fsdp_config.full_determinism=false
+FS.full_determinism=true A.use_kl_loss=true | FS.full_determinism=true REF.fsdp_config.full_determinism=false
 M.lora_rank=8 M.target_modules=[q_proj,v_proj] M.exclude_modules=v_proj | M.target_modules=[q_proj, v_proj]
     M.exclude_modules=[v_proj] M.without_adapters.lora_rank=0
 M.lora.rank=8 M.lora.alpha=4 M.lora.target_modules=[q_proj]
@@ -113,29 +112,27 @@ R.name=sglang R.server={urls: [http://a:1, http://b:1], weights_folder: /tmp, re
 R.name=vllm R.mode=server R.server.request_timeout=60.0 | R.server.urls=[]
 R.name=vllm R.mode=server R.server={urls: [http://a:1, http://b:1], weights_backend: gloo}
     | R.server.weights_backend=gloo
-R.name=tgi R.server.urls=http://a:1 VAL trainer.val_only=true | R.name=tgi
+R.name=tgi R.server.urls=http://a:1 VAL T.val_only=true | R.name=tgi
 generate: rollout.name=openai rollout.server.urls=http://a:1 | rollout.server.urls=['http://a:1']
 R.name=sglang R.server.urls=[http://a:1] R.server.weights_folder=/tmp R.tensor_model_parallel_size=4
     | R.split=1
 R.name=vllm R.mode=server R.server.urls=[http://a:1] R.tensor_model_parallel_size=4 | R.split=1
-trainer.backend=ray | trainer.resolved_backend=ray
-trainer.backend=local | trainer.resolved_backend=local
-Q={a: [1]} | trainer.resolved_backend=local
-Q={a: [1], r: [1]} P={reward: r} | trainer.resolved_backend=ray
-trainer.n_gpus_per_node=4 trainer.nnodes=2 | trainer.pools={global_pool: [4, 4]}
-sft: trainer.seed=5 | data.train_batch_size=256 data.max_length=1024 data.seed=5 optim.lr=0.00001
-    trainer.total_epochs=1 train_batching.max_tokens=16384 trainer.resolved_backend=local
-sft: data.max_length=100 max_token_len_per_gpu=199 | train_batching.max_tokens=199
+T.backend=ray | T.resolved_backend=ray
+T.backend=local | T.resolved_backend=local
+Q={a: [1]} | T.resolved_backend=local
+Q={a: [1], r: [1]} P={reward: r} | T.resolved_backend=ray
+T.n_gpus_per_node=4 T.nnodes=2 | T.pools={global_pool: [4, 4]}
+sft: T.seed=5 | D.train_batch_size=256 D.max_length=1024 D.seed=5 optim.lr=0.00001
+    T.total_epochs=1 train_batching.max_tokens=16384 T.resolved_backend=local
+sft: D.max_length=100 max_token_len_per_gpu=199 | train_batching.max_tokens=199
 sft: fsdp_config.use_torch_compile=true model.lora_rank=4
     | fsdp_config.use_torch_compile=true model.lora_rank=4
-rm: trainer.seed=5 | data.chosen_key=chosen data.rejected_key=rejected data.margin_key=null data.seed=5
-    center_rewards_coefficient=0 optim.lr=0.00001 trainer.pools={global_pool: [1]}
-sft: trainer.backend=ray | trainer.resolved_backend=ray trainer.pools={global_pool: [1]}
-rm: trainer.n_gpus_per_node=2 trainer.nnodes=3
-    | trainer.resolved_backend=ray trainer.pools={global_pool: [2, 2, 2]}
-GAE A.use_kl_loss=true A.fsdp_config.use_torch_compile=true | COMPILED actor ref
-GAE A.use_kl_loss=true A.fsdp_config.use_torch_compile=true REF.fsdp_config.use_torch_compile=false
-    | COMPILED actor
+rm: T.seed=5 | D.chosen_key=chosen D.rejected_key=rejected D.margin_key=null D.seed=5
+    center_rewards_coefficient=0 optim.lr=0.00001 T.pools={global_pool: [1]}
+sft: T.backend=ray | T.resolved_backend=ray T.pools={global_pool: [1]}
+rm: T.n_gpus_per_node=2 T.nnodes=3 | T.resolved_backend=ray T.pools={global_pool: [2, 2, 2]}
+GAE A.use_kl_loss=true FS.use_torch_compile=true | COMPILED actor ref
+GAE A.use_kl_loss=true FS.use_torch_compile=true REF.fsdp_config.use_torch_compile=false | COMPILED actor
 GAE A.use_kl_loss=true critic.fsdp_config.use_torch_compile=true | COMPILED critic
 GAE A.use_kl_loss=true A.use_torch_compile=true | COMPILED actor ref
 GAE A.use_kl_loss=true A.use_torch_compile=true REF.use_torch_compile=false | COMPILED actor
@@ -145,8 +142,8 @@ GAE A.use_kl_loss=true critic.use_torch_compile=true | COMPILED critic
 
 EVEN = """
 8 12 2 6 3 | A.fsdp_config={tensor_parallel_size: 2, pipeline_parallel_size: 2, fsdp_size: 2}
-    A.ulysses_sequence_parallel_size=2 A.fsdp_config.pipeline_schedule=gpipe
-    | A.fsdp_config.tensor_parallel_size=2 A.fsdp_config.pipeline_schedule=gpipe
+    A.ulysses_sequence_parallel_size=2 FS.pipeline_schedule=gpipe
+    | FS.tensor_parallel_size=2 FS.pipeline_schedule=gpipe
 8 12 2 6 3 | A.use_kl_loss=true REF.ulysses_sequence_parallel_size=4 | REF.ulysses_sequence_parallel_size=4
 8 8 4 32 2 | R.name=native R.tensor_model_parallel_size=4 | R.split=4
 8 8 4 32 2 | R.name=vllm R.tensor_model_parallel_size=4 | R.split=4
