@@ -86,74 +86,51 @@ SCORED RM.micro_batch_size_per_gpu=8
 """
 
 SILENT = """
-A.use_kl_loss=false A.kl_loss_coef=0.0
-A.kl_loss_coef=0.001
-G.kl_ctrl.kl_coef=0.0
-A.use_kl_loss=true A.kl_loss_coef=0.5 A.kl_loss_type=k2
-G.use_kl_in_reward=true G.kl_penalty=abs G.kl_ctrl.kl_coef=0.2
-A.use_kl_loss=true G.use_kl_in_reward=true
+A.use_kl_loss=false A.kl_loss_coef=0.0 G.kl_ctrl.kl_coef=0.0 A.ppo_micro_batch_size=null A.optim.lr=0
+A.kl_loss_coef=0.001 Q=null P=null M.use_fused_kernels=true C.bypass_mode=true A.clip_ratio=0.3
+A.use_kl_loss=true A.kl_loss_coef=0.5 A.kl_loss_type=k2 REF.reset_interval=100 REF.reset_optimizer=true
+G.use_kl_in_reward=true G.kl_penalty=abs G.kl_ctrl.kl_coef=0.2 REF.fsdp_config.param_offload=true
+A.use_kl_loss=true G.use_kl_in_reward=true R.min_tokens=3 R.ignore_eos=true R.stop=[END]
 A.use_kl_loss=true FS.pipeline_parallel_size=2 T.n_gpus_per_node=2
-A.use_kl_loss=true REF.reset_interval=100 REF.reset_optimizer=true
+G.mask_truncated_completions=true R.ignore_eos=true R.stop=end
 A.use_kl_loss=true REF.fsdp_config.param_offload=true
-GRPO G.norm_adv_by_std_in_grpo=false
-G.adv_estimator=gdpo R.n=4 G.gdpo_reward_weights=[1, 0.5]
-G.adv_estimator=gdpo R.n=4 A.use_kl_loss=true
-G.adv_estimator=maxrl R.n=4 A.use_kl_loss=true
+GRPO G.norm_adv_by_std_in_grpo=false R.n_schedule={1: 4, 100: 8}
+G.adv_estimator=gdpo R.n=4 G.gdpo_reward_weights=[1, 0.5] A.use_kl_loss=true
+G.adv_estimator=maxrl R.n=4 A.use_kl_loss=true RM.overlong_buffer={enable: true, len: 512, log: true}
 G.adv_estimator=grpo_vectorized R.n=4 G.norm_adv_by_std_in_grpo=false
 G.adv_estimator=vtrace G.gamma=0.9 G.adv_kwargs={rho_bar: 2}
 G.adv_estimator=my_package.module:estimator G.adv_kwargs={anything: 1}
-GAE C.rollout_is=token
-C.bypass_mode=true
+GAE C.rollout_is=token D.sampler.class_name=PassRateSampler D.sampler.kwargs={floor: 0.1}
 C.bypass_mode=true L.loss_mode=bypass_mode
-C.bypass_mode=true A.clip_ratio=0.3
 G.adv_estimator=reinforce_plus_plus L.loss_mode=geo_mean A.loss_agg_mode=seq-mean-token-mean
 GRPO L.loss_mode=geo_mean A.loss_agg_mode=seq-mean-token-mean
 GAE L.loss_mode=gspo A.loss_agg_mode=seq-mean-token-mean
 GRPO L.loss_mode=kl_cov A.ppo_mini_batch_size=256
-A.optim.lr_scheduler_type=cosine A.optim.min_lr_ratio=0.1
-A.optim.lr_scheduler_type=wsd A.optim.lr_wsd_decay_style=linear
-A.optim.lr=0
+A.optim.lr_scheduler_type=cosine A.optim.min_lr_ratio=0.1 critic.model.enable_activation_offload=true
+A.optim.lr_scheduler_type=wsd A.optim.lr_wsd_decay_style=linear R.logprobs_mode=raw_logprobs R.top_p=0.9
 A.optim.optimizer=muon A.optim.muon_momentum=0.9 A.optim.no_weight_decay=[]
+A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=1024 R.logprobs_mode=processed_logprobs R.temperature=0.7
 critic.optim.optimizer=AdamW critic.optim.fused=false critic.optim.no_weight_decay=bias
 critic.loss_agg_mode=seq-mean-token-sum-norm A.loss_scale_factor=100
-A.ppo_micro_batch_size=null
-A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=1024
-M.use_fused_kernels=true
-M.use_fused_kernels=true M.fused_kernel_options.impl_backend=torch
-T.device=cuda M.use_liger=true
+M.use_fused_kernels=true M.fused_kernel_options.impl_backend=torch M.gradient_checkpointing_mode=ops
+T.device=cuda M.use_liger=true SCORED RM.model.use_liger=true M.attn_implementation=flash_attention_3
 T.device=cuda critic.model.use_liger=true
-T.device=cuda SCORED RM.model.use_liger=true
-T.device=cuda M.attn_implementation=flash_attention_3
 T.device=cpu critic.model.attn_implementation=torch
 M.gradient_checkpointing_mode=first M.gradient_checkpointing_layers=1
 M.gradient_checkpointing_mode=every M.gradient_checkpointing_layers=2 M.enable_activation_offload=true
-M.gradient_checkpointing_mode=ops
 M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[attention, aten.mm]
 M.enable_gradient_checkpointing=false M.enable_activation_offload=true M.activation_offload_mode=sync
-critic.model.enable_activation_offload=true
-sft: model.enable_activation_offload=true
-sft: fsdp_config.use_torch_compile=true
+sft: model.enable_activation_offload=true fsdp_config.use_torch_compile=true
 GAE M.lora_rank=32 M.lora_alpha=32 M.target_modules=all-linear M.exclude_modules=null critic.model.lora_rank=8
 R.n=4 F.enable=true D.gen_batch_size=1536 F.max_num_gen_batches=10 F.metric=acc
-RM.overlong_buffer={enable: true, len: 512, log: true}
-G.mask_truncated_completions=true R.ignore_eos=true R.stop=end
-R.n_schedule={1: 4, 100: 8}
-D.sampler.class_name=PassRateSampler D.sampler.kwargs={floor: 0.1}
 A.adaptive_entropy.enabled=true A.adaptive_entropy.delta_ent_coef=0.005 A.entropy_coeff=0.001
-D.max_response_length=20 VAL R.min_tokens=20
-D.max_response_length=20 VAL V.min_tokens=20
-R.min_tokens=3 R.ignore_eos=true R.stop=[END]
-R.logprobs_mode=raw_logprobs R.top_p=0.9
-R.logprobs_mode=processed_logprobs R.temperature=0.7
+D.max_response_length=20 VAL R.min_tokens=20 V.min_tokens=20
 POOLS APART T.n_gpus_per_node=3
-Q={a: [4, 4]} T.n_gpus_per_node=4 T.nnodes=2
+Q={a: [4, 4]} T.n_gpus_per_node=4 T.nnodes=2 W={actor: 'pkg.module:Actor', data: 'pkg.module:Data'}
 T.n_gpus_per_node=2 T.balance_batch=false T.timeouts.call=0.5
-T.backend=ray T.cluster.address=auto T.cluster.namespace=mine
+T.backend=ray T.cluster.address=auto T.cluster.namespace=mine T.max_restarts=1 T.save_freq=5
 T.backend=ray T.cluster.address='[fd00::1]:6379'
 T.backend=ray T.cluster.object_store_gb=0.5 T.cluster.temp_dir=/tmp/ray
-W={actor: 'pkg.module:Actor', data: 'pkg.module:Data'}
-T.backend=ray T.max_restarts=1 T.save_freq=5
-Q=null P=null
 sft: T.timeouts.call=5 T.balance_batch=false T.n_gpus_per_node=2
 rm: T.timeouts.call=5 T.balance_batch=false T.n_gpus_per_node=2
 """

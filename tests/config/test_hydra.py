@@ -21,17 +21,13 @@ def read(*overrides: str, path: Path | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("[a,b]", ["a", "b"]),
-        ("{a:1}", {"a": 1}),
+        *(("[a,b]", ["a", "b"]), ("{a:1}", {"a": 1})),
         ("{a: 1, b: [x y, 'q, r', \"z\"]}", {"a": 1, "b": ["x y", "q, r", "z"]}),
-        ("[]", []),
-        ("{}", {}),
+        *(("[]", []), ("{}", {}), ("[a\\,b]", ["a,b"]), ("[[8,8],{a:{b:c}}]", [[8, 8], {"a": {"b": "c"}}])),
         ("[1e-3,.5,True,NULL,1_000,-2,1.]", [0.001, 0.5, True, None, 1000, -2, 1.0]),
         ("['$HOME/x y.parquet',\"it's\",'it\\'s']", ["$HOME/x y.parquet", "it's", "it's"]),
         ("[${a.b},/x/y:z]", ["${a.b}", "/x/y:z"]),
         ("{path:/x/y,u:http://a.b:80/c}", {"path": "/x/y", "u": "http://a.b:80/c"}),
-        ("[[8,8],{a:{b:c}}]", [[8, 8], {"a": {"b": "c"}}]),
-        ("[a\\,b]", ["a,b"]),
     ],
 )
 def test_lists_and_mappings(text, value):
@@ -80,16 +76,14 @@ def test_verls_own_sets_are_names(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--config-name"], "needs a value"),
-        (["--multirun", "a=1,2"], "not supported"),
-        (["--cfg", "job"], "not supported"),
-        (["--other"], "unknown option"),
-        (["a.yaml", "b.yaml"], "nor the first config file"),
+        ("--config-name", "needs a value"), ("--multirun a=1,2", "not supported"),
+        ("--cfg job", "not supported"), ("--other", "unknown option"),
+        ("a.yaml b.yaml", "nor the first config file"), ("run.yaml a=1 other.yaml", "neither an override"),
     ],
-)
+)  # fmt: skip
 def test_options_that_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
-        split_arguments(words)
+        split_arguments(words.split())
 
 
 @pytest.fixture

@@ -1,8 +1,4 @@
-"""Tests of all code blocks in README, pages and docstrings.
-
-Python blocks are executed. Shell lines must be accepted by the commands. A block that is not
-executed must give a reason, and the number of these blocks is limited.
-"""
+"""All code blocks of README, pages and docstrings: Python is run, and the commands accept shell lines."""
 
 import ast
 import re
@@ -23,25 +19,13 @@ from docs.entries import ROOT
 from docs.expand import help_of
 from tandem.api.training import _loaded
 from tandem.cli.main import COMMANDS
-from tandem.config.load import (
-    load_eval_config,
-    load_generate_config,
-    load_rm_config,
-    load_sft_config,
-    load_train_config,
-)
+from tandem.config import load as loading
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError, ConfigErrors
 from tests.support.tiny import make_model
 
-PAGES = sorted(
-    [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").rglob("*.md"),
-        *ROOT.glob("examples/*/README.md"),
-    ]
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = sorted([*PAGES, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*/README.md")])
 ELSEWHERE = {
     "README.md": "tests/e2e/test_readme.py",
     "docs/from-python.md": "tests/e2e/test_readme.py",
@@ -123,38 +107,19 @@ def test_pages_that_another_test_runs_are_named_there(page):
 
 
 LOADERS = {
-    "train": load_train_config,
-    "check": load_train_config,
-    "sft": load_sft_config,
-    "rm": load_rm_config,
-    "generate": load_generate_config,
-    "eval": load_eval_config,
+    name: getattr(loading, f"load_{name}_config") for name in ("train", "sft", "rm", "generate", "eval")
 }
+LOADERS["check"] = loading.load_train_config
 ABSENT = (
     "missing",
     "this file does not exist",
     "this folder does not exist",
     "this folder has no config.json",
-    "this folder has no tokenizer_config.json",
-    "no pool",
-    "unknown resource pool",
 )
+ABSENT += ("this folder has no tokenizer_config.json", "no pool", "unknown resource pool")
 """Messages about missing files: the lines on a page name files of the reader."""
-OTHERS = {
-    "git",
-    "cd",
-    "docker",
-    "sbatch",
-    "export",
-    "ray",
-    "srun",
-    "for",
-    "done",
-    "RANK=0",
-    "python3",
-    ".",
-    "#SBATCH",
-}
+OTHERS = {"git", "cd", "docker", "sbatch", "export", "ray", "srun", "for", "done", "python3", "."}
+OTHERS |= {"RANK=0", "#SBATCH"}
 """Programs on pages that are not part of Tandem and are not checked."""
 
 

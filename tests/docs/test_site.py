@@ -17,29 +17,23 @@ from tandem.config.explain import COMMANDS as CONFIGS
 from tandem.config.schema import keys
 
 QUESTIONS = {
-    "install": ("quickstart.html", "index.html"),
-    "reward function": ("rewards.html", "tutorials/own-reward.html", "extend/reward.html"),
-    "resume": ("reading-a-run.html", "config/train-trainer.html"),
-    "out of memory": ("questions/debugging.html", "large-models.html", "failures.html"),
-    "learning rate": ("questions/basics.html",),
-    "what is grpo": ("questions/basics.html", "algorithms/advantages/grpo.html"),
-    "kl penalty": ("questions/basics.html", "algorithms/kl/k1.html"),
-    "train_batch_size": ("config/train-data.html",),
-    "ppo_mini_batch_size": ("config/train-actor-rollout-ref-actor.html",),
-    "vllm": ("rollout-engines.html",),
-    "slurm": ("deployment.html", "examples/cluster.html"),
-    "docker": ("deployment.html",),
-    "lora": ("large-models.html", "config/train-actor-rollout-ref-model.html"),
-    "multiple gpus": ("multi-node.html", "support.html", "tutorials/two-processes.html"),
-    "export": ("commands.html",),
-    "entropy collapse": ("questions/basics.html", "failures.html", "reading-a-run.html"),
-    "unknown key": ("failures.html", "messages.html"),
-    "reward model": ("tutorials/reward-model.html", "examples/reward_model.html"),
-    "pass@k": ("questions/basics.html", "algorithms/parts/pass_at_k.html"),
-    "trl": ("from-trl.html",),
-    "hangs": ("questions/debugging.html", "failures.html"),
-    "custom algorithm": ("your-own-algorithm.html", "tutorials/own-algorithm.html"),
-}
+    name: [f"{page}.html" for page in pages_of.split()]
+    for name, pages_of in {
+        "install": "quickstart index", "vllm": "rollout-engines", "docker": "deployment", "trl": "from-trl",
+        "reward function": "rewards tutorials/own-reward extend/reward", "export": "commands",
+        "resume": "reading-a-run config/train-trainer", "learning rate": "questions/basics",
+        "out of memory": "questions/debugging large-models failures", "unknown key": "failures messages",
+        "what is grpo": "questions/basics algorithms/advantages/grpo", "slurm": "deployment examples/cluster",
+        "kl penalty": "questions/basics algorithms/kl/k1", "hangs": "questions/debugging failures",
+        "train_batch_size": "config/train-data", "lora": "large-models config/train-actor-rollout-ref-model",
+        "ppo_mini_batch_size": "config/train-actor-rollout-ref-actor",
+        "multiple gpus": "multi-node support tutorials/two-processes",
+        "entropy collapse": "questions/basics failures reading-a-run",
+        "reward model": "tutorials/reward-model examples/reward_model",
+        "pass@k": "questions/basics algorithms/parts/pass_at_k",
+        "custom algorithm": "your-own-algorithm tutorials/own-algorithm",
+    }.items()
+}  # fmt: skip
 """Search terms of a newcomer; one of the pages must be among the first ten results."""
 
 
@@ -75,9 +69,8 @@ def test_the_search_finds(site, question):
         title, text = item["title"].lower(), f"{item['title']} {item['text']}".lower()
         if not all(word in text for word in words):
             return 0.0
-        return sum(20.0 * (word in title) + text.count(word) ** 0.5 for word in words) / (
-            1 + len(text) / 20_000
-        )
+        found = sum(20.0 * (word in title) + text.count(word) ** 0.5 for word in words)
+        return found / (1 + len(text) / 20_000)
 
     ranked = sorted(items, key=score, reverse=True)
     best = list(dict.fromkeys(item["location"].partition("#")[0] for item in ranked if score(item)))
@@ -85,12 +78,10 @@ def test_the_search_finds(site, question):
 
 
 def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path):
-    (tmp_path / "a.html").write_text(
-        '<a href="b.html#x">b</a><a href="c.html">c</a><script src="https://x/y.js"></script>'
-    )
-    (tmp_path / "b.html").write_text(
-        '<p id="z">| a | b |</p><a href="mailto:a@b">m</a><a href="https://ok">o</a>'
-    )
+    links = '<a href="b.html#x">b</a><a href="c.html">c</a><script src="https://x/y.js"></script>'
+    (tmp_path / "a.html").write_text(links)
+    right = '<a href="mailto:a@b">m</a><a href="https://ok">o</a>'
+    (tmp_path / "b.html").write_text(f'<p id="z">| a | b |</p>{right}')
     assert sorted(build.faults(tmp_path)) == [
         "a.html: fetches https://x/y.js",
         "a.html: the target of this link does not exist: c.html",
@@ -100,7 +91,7 @@ def test_a_link_that_leads_nowhere_and_what_is_fetched_are_faults(tmp_path):
 
 
 def test_the_navigation_names_each_page_once_and_takes_what_it_does_not_know(made):
-    named = [name for name in build._named(NAV)]
+    named = list(build._named(NAV))
     assert len(named) == len(set(named))
     more = build.navigation(made | {"new-page.md": Page("docs/new-page.md", "# New")})
     assert "new-page.md" in json.dumps(more)
@@ -160,10 +151,9 @@ def test_each_question_is_answered_and_leads_to_code(page):
     for part in parts:
         question, answer = part.split("\n", 1)
         prose = re.sub(r"```.*?```", "", answer, flags=re.S)
-        snippets = list(re.findall(r"```python", answer))
         assert 250 >= len(prose.split()) >= (60 if page != "coding" else 15), (question, len(prose.split()))
         assert re.search(r"^Code: .*\]\(|^Code: `", answer, re.M), question
-        assert snippets or page != "coding", question
+        assert "```python" in answer or page != "coding", question
 
 
 def test_tutorials_end_in_a_curve():

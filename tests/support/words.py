@@ -13,7 +13,8 @@ SECTIONS = {
     "C": "algorithm.rollout_correction", "F": "algorithm.filter_groups",
     "P": "trainer.placement", "Q": "trainer.resource_pools", "W": "trainer.worker_classes",
     "T": "trainer", "D": "data", "G": "algorithm", "L": "actor_rollout_ref.actor.policy_loss",
-    "FS": "actor_rollout_ref.actor.fsdp_config", "RM": "reward_model", "steps": "trainer.total_training_steps",
+    "FS": "actor_rollout_ref.actor.fsdp_config", "RM": "reward_model",
+    "steps": "trainer.total_training_steps",
 }  # fmt: skip
 """The beginning of a key in short, and in full."""
 PHRASES = {
