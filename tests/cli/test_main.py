@@ -1,8 +1,11 @@
-"""Every command's `--help`, usage errors, signals, and control characters in errors."""
+"""Every command's `--help`, usage errors, signals, streams, locales and paths of the wrong kind."""
 
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -84,3 +87,89 @@ def test_ctrl_c_ends_a_command_with_the_status_of_an_interrupt():
 
     with pytest.raises(KeyboardInterrupt):
         run_typed("view", interrupted, [])
+
+
+TANDEM = (sys.executable, "-m", "tandem")
+
+
+def shell(line: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of bash, in which `$T` is the command."""
+    return subprocess.run(
+        ["bash", "-c", line],
+        capture_output=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "T": " ".join(TANDEM), **variables},
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("$T config show >&-", 1),
+        ("$T config show >/dev/full", 1),
+        ("$T config show >/dev/full 2>&1", 1),
+        ("$T config show | (exec <&-; sleep 9); exit ${PIPESTATUS[0]}", 141),
+        ("$T config explain trainer.project_name 2>&-", 0),
+        ("$T runs /no/such/folder 2>&-", 1),
+        ("$T runs /no/such/folder 2>/dev/full", 1),
+        ("$T nothing >&- 2>&-", 2),
+        ("$T config explain trainer.project_name <&-", 0),
+    ],
+)
+def test_streams_that_cannot_be_used(line, status):
+    done = shell(line)
+    assert done.returncode == status, done.stderr
+    assert b"Traceback" not in done.stderr
+    if status == 1 and "2>" not in line:
+        assert b"standard output" in done.stderr
+
+
+@pytest.mark.parametrize("variables", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "ascii"}])
+def test_an_accent_in_any_locale(tmp_path, variables):
+    """The accent is in a path, a config and a value, and is printed on both streams."""
+    config = tmp_path / "été.yaml"
+    config.write_text("trainer: {naïve: 1}\n", encoding="utf-8")
+    done = shell(f"$T config show {config} trainer.œuvre=2", **variables)
+    assert done.returncode == 1
+    assert {"trainer.naïve", "trainer.œuvre"} <= {
+        line.split(":")[0].strip() for line in done.stderr.decode().splitlines()
+    }
+
+
+@pytest.mark.parametrize("command", ["export", "generate", "check --model"])
+def test_a_signal_in_the_first_second(command, tmp_path):
+    """The signal arrives during imports. The first 0.1 s belongs to the interpreter."""
+    for sent, wait in ((signal.SIGINT, 0.4), (signal.SIGTERM, 0.7), (signal.SIGINT, 1.0)):
+        words = [*command.split(), "model.path=x"] if command == "generate" else [*command.split(), "a", "b"]
+        process = subprocess.Popen([*TANDEM, *words], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        time.sleep(wait)
+        process.send_signal(sent)
+        _, said = process.communicate(timeout=60)
+        assert "Traceback" not in said
+        assert (process.returncode, said) == (130, "stopped\n") or process.returncode in (1, 2)
+
+
+def test_an_interrupt_within_exec_has_its_exit_status(tmp_path):
+    (tmp_path / "interrupted.py").write_text(
+        "import sys\nfrom tandem.cli.process import outcome\n"
+        "sys.exit(outcome([], lambda words: exec('raise KeyboardInterrupt')))\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 130
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["export {folder} {file}", "export {folder} {folder}/out", "export {file} {folder}/out", "samples {file}",
+     "samples {folder}", "runs {file}", "replay {file}", "replay {folder}", "stacks {file}", "logs {file}",
+     "config show {folder}", "data validate {folder}/none", "bench compare {file} {folder}"],
+)  # fmt: skip
+def test_paths_of_the_wrong_kind(words, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x", encoding="utf-8")
+    done = shell("$T " + words.format(folder=tmp_path, file=file), OMP_NUM_THREADS="1")
+    assert done.returncode in (1, 2), done
+    assert b"Traceback" not in done.stderr
+    assert str(tmp_path).encode() in done.stderr + done.stdout

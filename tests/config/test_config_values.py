@@ -1,19 +1,29 @@
 """Values of a config: defaults, keys that inherit, other spellings, and what is computed of them."""
 
 import json
+import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from tandem.algorithms.corrections.registry import IMPORTANCE_WEIGHTS, REJECTIONS
 from tandem.config import tables
 from tandem.config.actor import ActorConfig
 from tandem.config.batching import Batching
 from tandem.config.critic import CriticConfig, CriticModelConfig
+from tandem.config.load import load_train_config
 from tandem.config.model import ModelConfig
 from tandem.config.rollout import RolloutConfig
+from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
+from tandem.config.sources import to_yaml
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.written import to_dict
+from tandem.protocol import SamplingParams
+from tandem.protocol.rollout import LogprobsMode
+from tandem.trainer.sampling_params import sampling
 from tests.support.words import rows
 
 DEFAULTS = """
@@ -233,3 +243,91 @@ def test_every_key_says_what_it_means_and_inherits_from_a_key(root):
     for key in keys(root).values():
         assert key.info.description, key.name
         assert key.inherits is None or key.inherits in keys(root), key.name
+
+
+def test_the_tables_are_those_of_the_algorithms():
+    assert set(tables.IMPORTANCE_WEIGHTS) == set(IMPORTANCE_WEIGHTS.names)
+    assert set(tables.REJECTIONS) == set(REJECTIONS.names)
+    assert set(tables.RATIO_REJECTIONS) == {name for name in REJECTIONS.names if name.endswith("k1")}
+
+
+def test_a_command_line_of_verls(load):
+    loaded = load(
+        "C.rollout_is=token C.rollout_is_threshold=0.5_5.0 C.rollout_is_batch_normalize=true",
+        "C.rollout_rs=token_k1, seq_max_k2,seq_mean_k1,token_k1 C.rollout_rs_threshold=0.5_2.0,0.01,1.001",
+        "R.calculate_log_probs=true",
+    )
+    correction = loaded.config.algorithm.rollout_correction
+    assert correction.corrects
+    assert correction.weight_bounds == Bounds(0.5, 5.0)
+    assert correction.rollout_rs == ("token_k1", "seq_max_k2", "seq_mean_k1")
+    one, two, three = correction.rejection_bounds
+    assert (one, two) == (Bounds(math.log(0.5), math.log(2)), Bounds(None, 0.01))
+    assert (three.lower, three.upper) == pytest.approx((-math.log(1.001), math.log(1.001)))
+    (notice,) = loaded.notices
+    assert "calculate_log_probs: ignored" in notice
+
+
+def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path):
+    given = "C.rollout_is=sequence C.rollout_is_threshold=3 C.rollout_rs=[token_k2,token_k3]"
+    config = load(f"{given} C.rollout_rs_threshold=0.1").config
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "3.0"
+    (tmp_path / "again.yaml").write_text(to_yaml(to_dict(config)))
+    assert load_train_config(str(tmp_path / "again.yaml")).config == config
+
+
+def test_one_bound_serves_all_modes(load):
+    assert load().config.algorithm.rollout_correction.weight_bounds == Bounds(None, 2.0)
+    config = RolloutCorrectionConfig(rollout_rs="token_k2,token_k3", rollout_rs_threshold=0.3)
+    assert config.rejection_bounds == (Bounds(None, 0.3), Bounds(None, 0.3))
+    own = RolloutCorrectionConfig(rollout_rs="mine.py:far", rollout_rs_threshold="0.1_0.3")
+    assert own.rejection_bounds == (Bounds(0.1, 0.3),)
+
+
+def test_older_spellings(load, loaded):
+    loaded("C.use_policy_gradient=true", "C.loss_type=reinforce")
+    loaded("C.bypass_old_logprob_for_rollout=true", "C.bypass_mode=true")
+    first = "algorithm.rollout_is_level=sequence algorithm.rollout_is_threshold=4.0"
+    assert load(f"{first} algorithm.rollout_is=False").config == load(first).config == load().config
+
+
+SHAPE = {
+    "top_k": 7, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+    "frequency_penalty": -0.4, "min_tokens": 3,
+}  # fmt: skip
+
+
+def test_the_defaults_change_nothing(load):
+    params = sampling(load().config, (2,))
+    assert params == SamplingParams(max_tokens=params.max_tokens, stop_token_ids=(2,), seed=params.seed)
+    assert not params.reshapes
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_each_key_of_the_distribution_reaches_training_or_validation(load, validation):
+    shape = (f"{'V' if validation else 'R'}.{name}={value}" for name, value in SHAPE.items())
+    given = "V.do_sample=true V.temperature=0.6 R.temperature=0.9 VAL R.stop=[END] trainer.seed=5"
+    config = load(given, *shape).config
+    mine, other = (sampling(config, (2, 9), validation=which) for which in (validation, not validation))
+    assert {name: getattr(mine, name) for name in SHAPE} == SHAPE
+    assert not other.reshapes
+    for params, temperature in ((mine, 0.6 if validation else 0.9), (other, 0.9 if validation else 0.6)):
+        assert params.temperature == temperature
+        assert (params.stop, params.stop_token_ids, params.seed) == (("END",), (2, 9), 5)
+
+
+def test_greedy_validation_is_penalised_too(load):
+    params = sampling(load("VAL V.repetition_penalty=1.3").config, (), validation=True)
+    assert (params.temperature, params.repetition_penalty) == (0.0, 1.3)
+
+
+def test_ignore_eos_leaves_the_stop_texts(load):
+    config = load("R.ignore_eos=true R.stop=[END]").config
+    for validation in (False, True):
+        params = sampling(config, (2, 9), validation=validation)
+        assert (params.stop_token_ids, params.stop) == ((), ("END",))
+
+
+def test_the_modes_are_the_engines():
+    field = RolloutConfig.model_fields["logprobs_mode"].annotation
+    assert get_args(field) == get_args(LogprobsMode)

@@ -1,4 +1,4 @@
-"""Tests of the site: it builds without a warning, the search works, and generated pages are complete."""
+"""The site builds without a warning, the search works, and generated pages are complete."""
 
 import ast
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import build, failures, tutorials
+from docs import build, failures, migrate_pages, tutorials
 from docs.entries import ROOT
 from docs.figures import figures
 from docs.nav import NAV
@@ -15,6 +15,7 @@ from docs.pages import Page, pages
 from tandem.cli.main import COMMANDS
 from tandem.config.explain import COMMANDS as CONFIGS
 from tandem.config.schema import keys
+from tandem.migrate import environment, openrlhf, trl_table
 
 QUESTIONS = {
     name: [f"{page}.html" for page in pages_of.split()]
@@ -162,3 +163,27 @@ def test_tutorials_end_in_a_curve():
         page = ROOT / ("README.md" if name == "first-run" else f"docs/tutorials/{name}.md")
         assert f"figures/{name}.svg" in page.read_text("utf-8")
         assert (tutorials.FIGURES / f"{name}.svg").read_text("utf-8") == tutorials.draw(results[name])
+
+
+VERL = next((Path(__file__).parents[2] / ".peers" / "verl" / "lib").glob("python3*/site-packages/verl"), None)
+READ = re.compile(r"(?:environ(?:\.get)?[\[(]|getenv\()\s*[\"']([A-Z][A-Z_0-9]+)[\"']")
+
+
+def test_every_setting_has_a_line():
+    page = migrate_pages.from_trl()
+    for table in trl_table.TABLES.values():
+        assert all(f"| `{name}` |" in page for name in table)
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    assert all(line.count(" | ") == 2 and not line.endswith("|  |") for line in lines)
+    page = migrate_pages.from_openrlhf()
+    assert all(f"| `{name}` |" in page for name in openrlhf.TABLE)
+    page = migrate_pages.verl_environment()
+    assert all(f"| `{name}` |" in page for name in environment.VARIABLES)
+
+
+@pytest.mark.verl
+@pytest.mark.skipif(VERL is None, reason="verl is not installed; run make peers")
+def test_every_variable_that_verl_reads_has_a_line():
+    assert VERL is not None
+    found = {name for path in VERL.rglob("*.py") for name in READ.findall(path.read_text(errors="replace"))}
+    assert found - environment.VARIABLES.keys() == set()
