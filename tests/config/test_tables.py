@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.algorithms import aggregation, kl
+from tandem.algorithms.corrections.registry import IMPORTANCE_WEIGHTS, REJECTIONS
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config import cluster, tables
 from tandem.config.actor import ActorConfig
@@ -39,27 +40,22 @@ def test_policy_losses():
             assert default == POLICY_LOSSES.find(name).options[option] or option == "dro_beta", option
 
 
-def test_aggregations_and_kl_kinds():
+def test_other_tables():
+    assert set(tables.LOGGERS) == set(SINKS)
+    assert (CONTROLLER_POOL.name, REWARD_POOL.name) == cluster.HELPER_POOLS
+    assert set(cluster.ROLES) == set(PLACES)
+    assert set(tables.IMPORTANCE_WEIGHTS) == set(IMPORTANCE_WEIGHTS.names)
+    assert set(tables.REJECTIONS) == set(REJECTIONS.names)
+    assert set(tables.RATIO_REJECTIONS) == {name for name in REJECTIONS.names if name.endswith("k1")}
     assert set(tables.AGGREGATIONS) == set(aggregation.AGGREGATIONS)
     assert set(tables.KL_KINDS) == set(kl.KL_KINDS)
     assert tables.FULL_KL == kl.FULL
 
 
-@pytest.mark.parametrize(
-    ("column", "known"),
-    [("reward_components", tables.READS_COMPONENTS), ("sum_pi_squared", tables.READS_SQUARES)],
-)
-def test_estimators_that_read_a_column(column, known):
-    assert {name for name in ADVANTAGES.names if column in ADVANTAGES.find(name).columns} == known
-
-
-def test_loggers():
-    assert set(tables.LOGGERS) == set(SINKS)
-
-
-def test_roles_and_the_pools_of_every_run():
-    assert (CONTROLLER_POOL.name, REWARD_POOL.name) == cluster.HELPER_POOLS
-    assert set(cluster.ROLES) == set(PLACES)
+def test_estimators_that_read_a_column():
+    columns = {"reward_components": tables.READS_COMPONENTS, "sum_pi_squared": tables.READS_SQUARES}
+    for column, known in columns.items():
+        assert {name for name in ADVANTAGES.names if column in ADVANTAGES.find(name).columns} == known
 
 
 def test_lookup():

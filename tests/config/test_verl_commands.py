@@ -3,10 +3,8 @@
 import pytest
 
 from docs.verl_commands import COMMANDS, REFUSED, counts, page, refused
-from tandem.config.batching import Batching
 from tandem.config.load import load_train_config
 from tandem.config.schema import value_at
-from tandem.config.sizes import derived
 from tandem.errors import ConfigErrors
 from tests.support.words import full
 
@@ -124,32 +122,3 @@ def test_the_user_hears_only_of_superseded_sizes(loaded, engine):
         "R.gpu_memory_utilization: no effect; used only if R.name=native or vllm.",
     ]
     assert set(loaded.notices) == {full(text) for text in expected[: 4 if engine == "hf" else 3]}
-
-
-def test_what_follows_from_it(loaded):
-    config = loaded.config
-    assert config.actor_rollout_ref.actor.train_batching == Batching(max_tokens=30000)
-    assert config.actor_rollout_ref.ref.log_prob_batching == Batching(max_tokens=30000)
-    assert config.needs_reference
-    assert config.trainer.default_local_dir == "runs/verl_grpo_boba/ds_7b_fsdp_sglang"
-    sizes = derived(config, train_rows=100)
-    assert sizes["samples per step"] == 256
-    assert sizes["actor optimizer steps per step"] == 4
-    assert sizes["steps"] == 6 * 15000
-
-
-def test_device_counts_alone_place_it_on_many_nodes(load, train_file, model):
-    original = COMMAND.replace("n_gpus_per_node=1", "n_gpus_per_node=8").replace("nnodes=1", "nnodes=4")
-    trainer = load(*original.format(data=train_file, model=model, engine="native").split()).config.trainer
-    assert (trainer.resolved_backend, trainer.world_size) == ("ray", 32)
-    assert trainer.pools == {"global_pool": (8, 8, 8, 8)}
-
-
-def test_what_this_build_cannot_do_is_refused_all_at_once(errors, train_file, model):
-    changes = {"ulysses_sequence_parallel_size=1": "ulysses_sequence_parallel_size=4",
-               "tensor_model_parallel_size=1": "tensor_model_parallel_size=2"}  # fmt: skip
-    original = COMMAND.format(data=train_file, model=model, engine="sglang")
-    for one, other in changes.items():
-        original = original.replace(one, other)
-    fields = ("A.ulysses_sequence_parallel_size", "R.server.urls", "R.server.weights_folder")
-    assert set(errors(original)) == {full(field) for field in fields}

@@ -67,10 +67,10 @@ def test_sizes_count_prompts(converted):
 
 
 def test_a_group_method_with_its_options(converted):
-    text = """G.adv_estimator=grpo A.use_kl_loss=true A.kl_loss_type=k3 A.kl_loss_coef=0.001 A.clip_ratio_low=0.2
-        A.clip_ratio_high=0.3 F.enable=true custom_reward_function.name=reward_func R.name=vllm M.lora_rank=8
-        A.optim.optimizer=adamw_cpu T.logger=[console, wandb] D.train_max_samples=500 T.save_freq=20
-        C.rollout_is=token"""
+    text = """G.adv_estimator=grpo A.use_kl_loss=true A.kl_loss_type=k3 A.kl_loss_coef=0.001 F.enable=true
+        A.clip_ratio_low=0.2 A.clip_ratio_high=0.3 custom_reward_function.name=reward_func R.name=vllm
+        M.lora_rank=8 A.optim.optimizer=adamw_cpu T.logger=[console, wandb] D.train_max_samples=500
+        T.save_freq=20 C.rollout_is=token"""
     found, wanted = values_of(converted(*GROUPED.split()), text)
     assert found == wanted
 

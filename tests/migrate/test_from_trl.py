@@ -159,7 +159,8 @@ def test_what_has_no_counterpart_is_named(given):
 def test_the_table_lists_each_given_setting_once_and_no_other(name):
     for text in ("", "beta: 0.1", "use_peft: true", "use_liger_kernel: false, seed: 1",
                  "save_strategy: epoch, eval_strategy: epoch", "warmup_ratio: 0.1, max_prompt_length: 256",
-                 "use_vllm: true, vllm_importance_sampling_mode: token_mask, scale_rewards: batch"):  # fmt: skip
+                 "use_vllm: true, vllm_importance_sampling_mode: token_mask",
+                 "use_vllm: true, scale_rewards: batch"):  # fmt: skip
         rows = migrate(name, flow(text), devices=1).rows
         assert sorted(row.name for row in rows) == sorted(flow(text))
 
