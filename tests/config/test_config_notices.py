@@ -8,8 +8,7 @@ NOTICES = """
 A.use_dynamic_bsz=true A.ppo_micro_batch_size_per_gpu=4
     | A.ppo_micro_batch_size_per_gpu only if A.use_dynamic_bsz=false
 A.ppo_max_token_len_per_gpu=9 | A.ppo_max_token_len_per_gpu only if A.use_dynamic_bsz=true
-GRPO critic.optim.lr=1e-4 critic.ppo_epochs=2
-    | critic.optim.lr, critic.ppo_epochs only if G.adv_estimator uses a critic
+GRPO critic.optim.lr=1e-4 critic.ppo_epochs=2 | critic.optim.lr, critic.ppo_epochs only if G.adv_estimator
 REF.fsdp_config.param_offload=true
     | REF.fsdp_config.param_offload only if A.use_kl_loss=true or G.use_kl_in_reward=true
 A.use_kl_loss=true REF.fsdp_config.param_offload=true M.lora_rank=8 | REF.fsdp_config.param_offload only if
@@ -39,11 +38,9 @@ GRPO POOLS P={actor_rollout: a, critic: b, ref: c, reward_model: c}
     | P.critic: no effect; this run has no critic // P.ref: no effect; this run has no reference policy
     // P.reward_model: no effect; this run has no reward model
 W.ref=m:Ref W.batch=m:Batch | W.ref: no effect; this run has no reference policy
-SCORED Q={a: 1, b: 1, c: 1} P={reward_model: b, reward: c}
-    | P.reward: no effect; this run has no reward functions
+SCORED Q={a: 1, b: 1, c: 1} P={reward_model: b, reward: c} | P.reward: no effect; this run has no reward
 RM.forward_micro_batch_size_per_gpu=4 | RM.forward_micro_batch_size_per_gpu only if RM.enable=true
-T.timeouts.call=60 T.cluster.interface=eth0
-    | T.cluster.interface, T.timeouts.call only if the run has more than one process
+T.timeouts.call=60 T.cluster.interface=eth0 | T.cluster.interface, T.timeouts.call only if the run has more
 T.balance_batch=false T.backend=ray | T.balance_batch only if a pool has more than one process
 T.backend=ray T.cluster.address=10.0.0.1:6379 T.cluster.object_store_gb=2
     | T.cluster.object_store_gb only if T.cluster.address=null
@@ -57,8 +54,7 @@ R.name=sglang R.server.urls=[http://a:1] R.server.weights_folder=/tmp R.tensor_m
 R.name=vllm R.mode=server R.server.urls=[http://a:1] R.tensor_model_parallel_size=4
     | R.tensor_model_parallel_size=4: no effect
 FS.pipeline_schedule=gpipe | FS.pipeline_schedule only if FS.pipeline_parallel_size is 2 or more
-GRPO L.loss_mode=kl_cov A.ppo_mini_batch_size=1024
-    | L.loss_mode=kl_cov: with one update per batch, its penalty
+GRPO L.loss_mode=kl_cov A.ppo_mini_batch_size=1024 | L.loss_mode=kl_cov: with one update per batch, its
 M.lora.rank=8 M.lora.alpha=4 M.lora.target_modules=[q_proj]
     | M.lora.rank is M.lora_rank=8 here. // M.lora.alpha is // M.lora.target_modules is
 T.device=cuda M.override_config.attn_implementation=flash_attention_2

@@ -9,45 +9,33 @@ from tandem.models.attention_kernels import PACKAGES
 from tests.support.words import full, rows
 
 POOLS = """
-POOLS APART P.refrence=b
-    | got: refrence // one of actor_rollout, actor, rollout, ref, critic, // did you mean ref?
-A.use_kl_loss=true P={ref.old: global_pool}
-    | at: P.ref.old // one of actor_rollout, actor, rollout, ref, critic, // did you mean ref?
-Q={train: [2], score: [1]} P={critic: scores}
-    | at: P.critic // got: scores // one of train, score // did you mean score?
+POOLS APART P.refrence=b | got: refrence // did you mean ref?
+A.use_kl_loss=true P={ref.old: global_pool} | at: P.ref.old // did you mean ref?
+Q={train: [2], score: [1]} P={critic: scores} | at: P.critic // got: scores // did you mean score?
 P.critic=b | one of global_pool // add it: Q.b=[…]
 POOLS APART P.actor=b | cannot be combined with actor // remove P.actor
-POOLS P={actor: a, critic: b, reward: c}
-    | at: P.actor // without rollout // got: a // set P.rollout too; or set P.actor_rollout
-POOLS P={rollout: a, critic: b, reward: c}
-    | at: P.rollout // without actor // got: a // set P.actor too; or set P.actor_rollout
+POOLS P={actor: a, critic: b, reward: c} | at: P.actor // got: a // set P.rollout too
+POOLS P={rollout: a, critic: b, reward: c} | at: P.rollout // got: a // set P.actor too
 POOLS P={critic: b} | at: Q.c // no role // got: [1] // P.<role>=c
 POOLS P={critic: b} T.n_gpus_per_node=4 | at: Q.c // no role // got: [1] // P.<role>=c
-Q={a: [1], reward_pool: [2]} P.reward=reward_pool
-    | at: Q.reward_pool // a pool that every run already has // another name
+Q={a: [1], reward_pool: [2]} P.reward=reward_pool | at: Q.reward_pool // another name
 Q={a: [2, 0]} | out of range // got: {"a": [2, 0]} // mapping, each value: integer >= 1, or a list of them
 Q={a: []} | the list is empty // got: {"a": []} // mapping, each value: integer >= 1, or a list of them
 Q=[4] | wrong type // mapping, each value: integer >= 1, or a list of them
 POOLS APART T.nnodes=2 T.n_gpus_per_node=2 | got: 2 per node × 2 nodes = 4
     // 3, the devices of all pools together // remove T.n_gpus_per_node and T.nnodes
-T.n_gpus_per_node=2 T.backend=local
-    | got: local, with 2 processes // one process in one pool // set T.backend=auto
+T.n_gpus_per_node=2 T.backend=local | got: local, with 2 processes // set T.backend=auto
 sft: T.nnodes=2 T.backend=local | got: local, with 2 processes
 rm: T.nnodes=2 T.backend=local | got: local, with 2 processes
 sft: T.n_gpus_per_node=2 T.cluster.address=nowhere | HOST:PORT
 rm: T.n_gpus_per_node=2 T.cluster.address=nowhere | HOST:PORT
-W.critc=mine.module:Critic | got: critc // one of actor_rollout, actor, rollout, ref, critic, reward_model,
-    reward, batch, data // did you mean critic?
+W.critc=mine.module:Critic | got: critc // did you mean critic?
 W.critic=mine.py | not a reference to a class // file.py:Class or package.module:Class
 W.critic=/nowhere/mine.py:Critic | does not exist // got: /nowhere/mine.py // check the path before the colon
-W={actor_rollout: 'm:A', rollout: 'm:B'} | at: W.rollout // cannot be combined with rollout
-    // remove W.rollout
-Q={a: 1, b: 1} P={actor: a, rollout: b} W.actor_rollout=m:A
-    | in different pools // set W.actor or W.rollout, or place both on one pool
-T.backend=ray T.cluster.address=node7
-    | HOST:PORT of the head node, or auto on one of the // `ray start --head`
-T.backend=ray T.cluster.address=ray://node7:10001
-    | HOST:PORT of the head node, or auto on one of the // `ray start --head`
+W={actor_rollout: 'm:A', rollout: 'm:B'} | at: W.rollout // remove W.rollout
+Q={a: 1, b: 1} P={actor: a, rollout: b} W.actor_rollout=m:A | set W.actor or W.rollout
+T.backend=ray T.cluster.address=node7 | `ray start --head`
+T.backend=ray T.cluster.address=ray://node7:10001 | `ray start --head`
 T.backend=ray T.cluster.master_port=70000 | out of range // integer >= 0 and <= 65535
 T.backend=ray T.timeouts.answer=0 | out of range // number > 0
 T.resource_pool.a=[2] | unknown key // did you mean T.resource_pools?
@@ -56,16 +44,12 @@ T.timeouts.strat=9 | unknown key // did you mean T.timeouts.start?
 """
 
 MODELS = """
-RM.enable=true | at: RM.model.path // missing
-    // a Hugging Face folder of a sequence classifier with one label // RM.enable=false
+RM.enable=true | at: RM.model.path // missing // RM.enable=false
 RM.enable=true RM.model.path=/nowhere | does not exist // a Hugging Face folder with config.json // OWNER/NAME
-RM.enable=true RM.models={a: {path: '${M.path}'}} RM.model.path=${M.path}
-    | either RM.model.path or RM.models // move this model to RM.models
-RM.enable=true RM.models={a: {path: /nowhere}}
-    | at: RM.models.a.path // a Hugging Face folder with config.json // OWNER/NAME
+RM.enable=true RM.models={a: {path: '${M.path}'}} RM.model.path=${M.path} | move this model to RM.models
+RM.enable=true RM.models={a: {path: /nowhere}} | at: RM.models.a.path // OWNER/NAME
 RM.models={a: {path: /nowhere}} | got: {'a' // only if RM.enable=true
-RM.enable=true RM.models={a/b: {path: '${M.path}'}}
-    | at: RM.models.a/b // not a valid name // starting with a letter
+RM.enable=true RM.models={a/b: {path: '${M.path}'}} | at: RM.models.a/b // not a valid name
 RM.enable=true RM.models={a: {path: '${M.path}', step_separator: x, normalize: true}}
     | at: RM.models.a.normalize // scores of single steps // remove it
 RM.enable=true RM.models={a: {path: '${M.path}', step_score: min}}
@@ -74,8 +58,7 @@ custom_reward_function={path: my.rewards, name: right} RM.enable=true RM.models=
     | at: RM.models.right // the same name // a different name
 SCORED reward.weight=0.5 reward.combine=my.rewards:least | weights have no effect // apply the weights in the
 reward.weight=0.5 | only if RM.enable=true
-A.use_kl_loss=true REF.models={old: {path: /nowhere}}
-    | at: REF.models.old.path // a Hugging Face folder with config.json // OWNER/NAME
+A.use_kl_loss=true REF.models={old: {path: /nowhere}} | at: REF.models.old.path // OWNER/NAME
 A.use_kl_loss=true REF={models: {a: {}, b: {}}, reset_interval: 5}
     | at: REF.reset_interval // expected: 0 // set it to 0, or remove REF.models
 A.use_kl_loss=true A.kl_loss_type=full REF.models={a: {}, b: {}} | got: a, b
@@ -98,8 +81,7 @@ R.tensor_model_parallel_size=2 | got: 2, with 1 devices // a divisor of 1 // or 
 R.name=hf T.n_gpus_per_node=2 R.tensor_model_parallel_size=2
     | expected: 1 // set R.tensor_model_parallel_size=1, or R.name=native
 R.name=vllm T.n_gpus_per_node=6 R.tensor_model_parallel_size=4 | got: 4, with 6 devices
-R.name=vllm R.mode=server T.n_gpus_per_node=2 R.tensor_model_parallel_size=2
-    | started by a worker // R.mode=colocate
+R.name=vllm R.mode=server T.n_gpus_per_node=2 R.tensor_model_parallel_size=2 | R.mode=colocate
 generate: rollout.name=vllm rollout.tensor_model_parallel_size=2 |
 T.n_gpus_per_node=2 REF.fsdp_config.use_torch_compile=false FS.tensor_parallel_size=2
     FS.use_torch_compile=true | got: true with FS.tensor_parallel_size=2

@@ -39,8 +39,7 @@ G.use_kl_in_reward=true G.kl_penalty=low_var
     | one of kl, kl+, k1, k1+, abs, abs+, mse, mse+, k2, k2+, low_var_kl, // did you mean low_var_kl?
 A.use_kl_loss=true A.kl_loss_type=k3++ | did you mean k3
 G.use_kl_in_reward=true G.kl_penalty=/nowhere/no.py:kl | does not exist // got: /nowhere/no.py
-T.logger=[console, wnadb]
-    | got: ["console", "wnadb"] // one of console, file, tensorboard, wandb, mlflow, // did you mean wandb?
+T.logger=[console, wnadb] | got: ["console", "wnadb"] // did you mean wandb?
 R.name=natve | one of native, hf, vllm, openai, sglang, tgi // did you mean native?
 A.strategy=torchtitan | unknown value // one of fsdp2, fsdp
 T.seed=${data.sead} | cannot be resolved: Interpolation key 'data.sead' not found
@@ -65,12 +64,10 @@ T.test_freq=5 | no validation files // set D.val_files, or remove this key
 T.val_only=true | no validation files // set D.val_files, or remove this key
 T.keep_best=val/accuracy | never validates // T.test_freq
 T.resume_mode=resume_path | at: T.resume_from_path // missing // a checkpoint folder // set T.resume_mode=auto
-T.resume_mode=path T.resume_from_path=/nowhere
-    | does not exist // a checkpoint folder // set T.resume_mode=auto
+T.resume_mode=path T.resume_from_path=/nowhere | does not exist // set T.resume_mode=auto
 D.train_files=[/nowhere/a.parquet] | does not exist // got: /nowhere/a.parquet // check the path
 custom_reward_function.path=/nowhere/r.py | does not exist // check the path
-G.adv_estimator=/nowhere/mine.py:mine
-    | does not exist // got: /nowhere/mine.py // check the path before the colon
+G.adv_estimator=/nowhere/mine.py:mine | does not exist // got: /nowhere/mine.py
 M.path=Qwen/Qwen2.5-0.5B | a Hugging Face folder with config.json, or OWNER/NAME // HUB
 critic.model.path=/ | has no config.json // a Hugging Face folder with config.json // OWNER/NAME
 D.max_response_length=20 R.min_tokens=21 | at most D.max_response_length=20
@@ -84,22 +81,18 @@ ALGORITHMS = """
 G.adv_estimator=rloo | at: R.n // only one // got: 1 // >= 2 // set R.n=4, or use a different
 G.adv_estimator=grpo_passk | at: R.n // only one // got: 1 // >= 2
 G.adv_estimator=rloo R.n=4 R.n_schedule={9: 1} | only one // got: 9: 1 // raise it
-G.adv_estimator=gdpo R.n=4 G.use_kl_in_reward=true
-    | components of the reward // false // set A.use_kl_loss=true instead
+G.adv_estimator=gdpo R.n=4 G.use_kl_in_reward=true | false // set A.use_kl_loss=true instead
 G.adv_estimator=maxrl R.n=4 G.use_kl_in_reward=true | success rate // false // set A.use_kl_loss=true instead
 GRPO G.adv_kwargs={epsilom: 1} | at: G.adv_kwargs.epsilom // one of epsilon // did you mean epsilon?
 GRPO G.adv_kwargs={norm_adv_by_std_in_grpo: false} | at: G.adv_kwargs.norm_adv_by_std_in_grpo
-    // has its own key // set G.norm_adv_by_std_in_grpo instead
+    // set G.norm_adv_by_std_in_grpo instead
 L.kwargs={tau: 1} | at: L.kwargs.tau // unknown option // no options
-GRPO L.loss_mode=kl_cov L.kwargs={ppo_kl_coef: 1.0}
-    | at: L.kwargs.ppo_kl_coef // has its own key // set L.ppo_kl_coef instead
+GRPO L.loss_mode=kl_cov L.kwargs={ppo_kl_coef: 1.0} | at: L.kwargs.ppo_kl_coef // set L.ppo_kl_coef
 GRPO L.loss_mode=dro | at: L.dro_beta // missing
 GRPO L.loss_mode=clip_cov L.clip_cov_ub=2.0 L.clip_cov_lb=2.0 | no covariance
 GAE L.loss_mode=geo_mean | gae gives each token its own // gspo
-G.adv_estimator=reinforce_plus_plus G.gamma=0.9 L.loss_mode=geo_mean
-    | a discount or scores of single steps, gives each token its own
-G.adv_estimator=reinforce_plus_plus G.use_kl_in_reward=true L.loss_mode=geo_mean
-    | a discount or scores of single steps, gives each token its own
+G.adv_estimator=reinforce_plus_plus G.gamma=0.9 L.loss_mode=geo_mean | a discount or scores of single steps
+G.adv_estimator=reinforce_plus_plus G.use_kl_in_reward=true L.loss_mode=geo_mean | a discount or scores of
 GRPO L.loss_mode=vanilla A.clip_ratio_low=10 | never falls below 0 // set A.clip_ratio_low=1,
 GRPO L.loss_mode=gspo A.clip_ratio_low=10 | never falls below 0 // set A.clip_ratio_low=1,
 GRPO L.loss_mode=clip_cov A.clip_ratio_low=10 | never falls below 0 // set A.clip_ratio_low=1,
@@ -117,8 +110,7 @@ C.rollout_rs=token_k2 C.rollout_rs_threshold=0.5_2.0 | only an upper bound
 C.rollout_rs=token_k1 C.rollout_rs_threshold=0.5 | lower <= upper
 C.rollout_rs=[{}] | wrong type
 C.bypass_mode=true C.rollout_is=token | C.loss_type=reinforce
-C.bypass_mode=true C.loss_type=reinforce C.rollout_is=token C.rollout_is_batch_normalize=true
-    | a forward pass before the update
+C.bypass_mode=true C.loss_type=reinforce C.rollout_is=token C.rollout_is_batch_normalize=true | a forward pass
 C.rollout_is=absent.py:weights | got: absent.py // does not exist
 C.rollout_rs_threshold=1.0 C.rollout_rs=absent.py:far | got: absent.py // does not exist
 L.loss_mode=bypass_mode | C.bypass_mode=true
@@ -129,13 +121,11 @@ G.rollout_is_level=sequence G.rollout_is_threshold=4.0 G.rollout_is=True |
 F.enable=true | got: true with 1 response per prompt // R.n=8
 R.n=4 R.n_schedule={5: 1} F.enable=true | got: true with 1 response per prompt // R.n=8
 R.n=4 F.enable=true G.use_kl_in_reward=true F.metric=seq_final_reward | F.metric=seq_reward
-R.n=4 F.enable=true D.gen_batch_size=300 F.max_num_gen_batches=3
-    | never fill // got: 3 batches of 300 prompts // D.gen_batch_size
+R.n=4 F.enable=true D.gen_batch_size=300 F.max_num_gen_batches=3 | never fill // got: 3 batches of 300 prompts
 RM.overlong_buffer.enable=true | at: RM.overlong_buffer.len // missing // RM.overlong_buffer.len=102
 RM.overlong_buffer.enable=true RM.overlong_buffer.len=513 | longer than // =102
 RM.overlong_buffer={enable: true, len: 5} RM.overlong_buffer.penalty_factor=0 | out of range
-R.ignore_eos=true G.mask_truncated_completions=true
-    | every response would be cut // got: true with R.ignore_eos=true // R.ignore_eos=false
+R.ignore_eos=true G.mask_truncated_completions=true | got: true with R.ignore_eos=true // R.ignore_eos=false
 R.n_schedule={0: 4} | out of range // got: 0: 4 // {1: 4, 100: 8}
 R.n_schedule={3: 0} | out of range // got: 3: 0 // {1: 4, 100: 8}
 D.sampler.class_path=mine.py | D.sampler.class_name
@@ -154,8 +144,7 @@ M.gradient_checkpointing_mode=every M.gradient_checkpointing_layers=1
 M.gradient_checkpointing_mode=first M.gradient_checkpointing_layers=0 | out of range // integer >= 1, or null
 M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[]
     | got: nothing // at least one operator // set M.gradient_checkpointing_mode=full and remove this key
-M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[matmul, atention]
-    | got: atention // matmul, attention, or namespace.operator, such as aten.mm // did you mean attention?
+M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[atention] | got: atention // did you mean attention?
 M.gradient_checkpointing_mode=some | unknown value // one of auto, full, first, every, ops
 M.enable_activation_offload=true M.activation_offload_mode=asynch | one of async, sync // did you mean async?
 M.lora_rank=8 M.target_modules=[all-linear,q_proj] | cannot be combined // got: ('all-linear', 'q_proj')
