@@ -1,13 +1,9 @@
 """`tandem check --run`: a correct run, and runs with faulty rollouts."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from tandem.config.load import load_train_config
 from tandem.trainer.control import Probe, controlled
-from tests.support import warm
 
 OWN = """
 import torch
@@ -65,7 +61,8 @@ def checked(lab, typed):
     return run
 
 
-def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, printed):
+def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = lab.folder / "never"
     words = lab.overrides(run, actor_rollout_ref__actor__ppo_mini_batch_size=2)
     out = printed("check", "--run", *words, HF)
@@ -75,7 +72,7 @@ def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, printed):
     for name in ("weights changed", "rollout/version_lag", "rollout/changed_samples", "actor/clip_fraction"):
         assert rows[name] == ["0", "0", "0"], name
     assert out.endswith("rollout and training agree\n") and "above" not in out
-    assert not run.exists()
+    assert not run.exists() and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -127,17 +124,3 @@ def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are():
     assert Probe("x", 1.0, 1.0, 1.0).at_floor
     assert not Probe("x", 1.0, -0.1, 1.0).at_floor
     assert not Probe("x", 0.0, float("nan"), 1.0).at_floor
-
-
-@pytest.mark.e2e
-def test_check_run_as_a_command(lab, tmp_path):
-    words = lab.overrides(tmp_path / "run")
-    done = warm.run(
-        [sys.executable, "-m", "tandem", "check", "--run", *words, HF],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": ""},
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("rollout and training agree\n")
-    assert list(tmp_path.iterdir()) == []

@@ -54,18 +54,12 @@ def run(lab: Lab, folder: Path, command: str) -> Finished:
     return Finished(trainer, folder / "run", [])
 
 
-def test_there_is_one_of_each_kind():
-    assert list(FILES) == ["my_estimator.py", "my_loss.py", "my_kl.py", "my_weights.py", "wrong.py"]
-    assert len(RUNS) == 4
-    assert len(REFUSED) == 3
-    assert all(len(text.splitlines()) <= 30 for text in FILES.values())
-
-
 @pytest.mark.parametrize("command", RUNS, ids=lambda command: re.search(r"my_\w+", command)[0])
 def test_what_the_guide_shows_trains(command, lab, written):
     rows = run(lab, written, command).rows
     assert len(rows) >= 2
     assert all(math.isfinite(row["actor/loss"]) and row["actor/grad_norm"] > 0 for row in rows[-2:])
+    assert "my_loss" not in command or rows[-1]["actor/ratio_distance"] > 0
 
 
 @pytest.mark.parametrize("command", REFUSED, ids=lambda command: command.split(":")[-1])
@@ -88,9 +82,3 @@ def test_the_estimator_is_what_its_docstring_says(written):
     }
     found = spec(columns, scale=3.0).advantages
     assert found.tolist() == [0, 3 * (1 - 2), 0, 0, 0, 3 * (7 - 2), 0]
-
-
-def test_the_losss_metric_has_the_name_given(lab, written):
-    (command,) = (command for command in RUNS if "my_loss" in command)
-    row = run(lab, written, command).rows[-1]
-    assert row["actor/ratio_distance"] > 0
