@@ -84,7 +84,7 @@ def errors(load: Load) -> Errors:
 
 @pytest.fixture
 def refused(errors: Errors) -> Callable[[str, str], None]:
-    """Return a function that checks that words are refused with one error that has all texts, divided by `//`.
+    """Return a function that checks that words are refused with one error that has all texts (`a // b`).
 
     The error is at the last of the given keys unless the first text is `at: KEY`. It has the value as given
     unless a text begins with `got:`. `only if` is of a key without effect.

@@ -144,7 +144,8 @@ M.gradient_checkpointing_mode=every M.gradient_checkpointing_layers=1
 M.gradient_checkpointing_mode=first M.gradient_checkpointing_layers=0 | out of range // integer >= 1, or null
 M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[]
     | got: nothing // at least one operator // set M.gradient_checkpointing_mode=full and remove this key
-M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[atention] | did you mean attention?
+M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[matmul, atention]
+    | got: atention // did you mean attention?
 M.gradient_checkpointing_mode=some | unknown value // one of auto, full, first, every, ops
 M.enable_activation_offload=true M.activation_offload_mode=asynch | one of async, sync // did you mean async?
 M.lora_rank=8 M.target_modules=[all-linear,q_proj] | cannot be combined // got: ('all-linear', 'q_proj')
