@@ -1,7 +1,5 @@
 """`tandem node` as a separate process."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import time

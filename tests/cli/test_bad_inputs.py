@@ -1,22 +1,14 @@
 """Bad inputs: `check`, `check --here` and the training command report the same error, and no run starts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.cli.main import main
-from tests.support.runs import Lab, lab
 from tests.support.tiny import make_model, make_tokenizer, problem, write_rows
-
-__all__ = ["lab"]
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 Rows = list[dict[str, Any]]
-Same = Callable[..., None]
 SUMS = [problem(a, 5) for a in range(3, 11)]
 
 
@@ -33,28 +25,12 @@ def without(*columns: str) -> Rows:
 
 
 CONFIGS: dict[str, tuple[list[str], str]] = {
-    "no number": ([f"{A}.optim.lr=nan"], f"{A}.optim.lr: out of range"),
     "negative": ([f"{A}.optim.lr=-1"], f"{A}.optim.lr: out of range"),
-    "text for a number": (["data.train_batch_size=many"], "data.train_batch_size: wrong type"),
-    "null for a number": (["data.max_prompt_length=null"], "data.max_prompt_length: wrong type"),
-    "huge batch": (["data.train_batch_size=1000000000"], "data.train_batch_size: this requests"),
-    "huge group": ([f"{R}.n=1000000000"], f"{R}.n: this requests"),
     "no group": ([f"{R}.n=0"], f"{R}.n: out of range"),
-    "another program's key": (["optim.learning_rate=1e-6"], f"did you mean {A}.optim.lr?"),
     "misspelt key": (["data.train_batchsize=4"], "did you mean data.train_batch_size?"),
-    "section for a key": (["trainer=5"], "this is a section, not a key"),
-    "unknown estimator": (["algorithm.adv_estimator=grop"], "algorithm.adv_estimator: unknown value"),
-    "unknown loss": ([f"{A}.policy_loss.loss_mode=nope"], "policy_loss.loss_mode: unknown value"),
-    "unknown engine": ([f"{R}.name=nope"], f"{R}.name"),
-    "unknown option of the estimator": (["algorithm.adv_kwargs={nope: 1}"], "nope"),
-    "one response for rloo": (["algorithm.adv_estimator=rloo", f"{R}.n=1"], f"{R}.n: rloo compares"),
-    "mini-batch that does not divide": ([f"{A}.ppo_mini_batch_size=3"], "does not divide"),
     "no file": (["data.train_files=nowhere.parquet"], "data.train_files: this file does not exist"),
     "no validation file": (["data.val_files=nowhere.parquet"], "data.val_files: this file does not exist"),
     "no model": (["actor_rollout_ref.model.path=/nowhere"], "model.path: this folder does not exist"),
-    "no reward file": (["custom_reward_function.path=nowhere.py"], "this file does not exist"),
-    "validation without files": (["trainer.test_freq=1"], "there are no validation files"),
-    "key without its switch": ([f"{A}.kl_loss_coef=0.1"], f"{A}.kl_loss_coef: has no effect"),
     "top_p of nothing": ([f"{R}.top_p=0"], f"{R}.top_p: out of range"),
     "beyond the model's positions": (["data.max_response_length=1000"], "max_position_embeddings"),
     "together beyond its positions": (["data.max_response_length=127"], "max_position_embeddings"),
@@ -69,7 +45,7 @@ CONFIGS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_that_is_wrong(lab: Lab, tmp_path: Path, say_the_same: Same, name: str) -> None:
+def test_a_config_that_is_wrong(lab, tmp_path, say_the_same, name):
     words, telling = CONFIGS[name]
     say_the_same("train", lab.overrides(tmp_path / "run") + words, telling)
 
@@ -92,21 +68,21 @@ ROWS: dict[str, tuple[Rows, str]] = {
 
 @pytest.mark.parametrize("part", ["train", "val"])
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_that_are_wrong(lab: Lab, tmp_path: Path, say_the_same: Same, name: str, part: str) -> None:
+def test_rows_that_are_wrong(lab, tmp_path, say_the_same, name, part):
     rows, telling = ROWS[name]
     file = write_rows(tmp_path / "rows.parquet", rows)
     words = [f"data.{part}_files={file}", "data.max_prompt_length=64"]
     say_the_same("train", lab.overrides(tmp_path / "run") + words, telling)
 
 
-def test_files_that_cannot_be_read(lab: Lab, tmp_path: Path, say_the_same: Same) -> None:
+def test_files_that_cannot_be_read(lab, tmp_path, say_the_same):
     words = lab.overrides(tmp_path / "run")
     for name, content in (("a.parquet", b"no parquet"), ("b.jsonl", b"{"), ("c.parquet", b"")):
         (tmp_path / name).write_bytes(content)
         say_the_same("train", [*words, f"data.val_files={tmp_path / name}"], name)
 
 
-def test_a_tokenizer_without_a_template(lab: Lab, tmp_path: Path, say_the_same: Same) -> None:
+def test_a_tokenizer_without_a_template(lab, tmp_path, say_the_same):
     model = make_model(tmp_path / "model")
     (model / "chat_template.jinja").unlink(missing_ok=True)
     make_tokenizer(model, chat_template=None)
@@ -117,40 +93,26 @@ def test_a_tokenizer_without_a_template(lab: Lab, tmp_path: Path, say_the_same: 
         say_the_same(command, supervised(tmp_path, model, [row] * 8), "chat template")
 
 
-SUPERVISED: dict[str, tuple[str, Rows, list[str], str]] = {
-    "sft, no rows": ("sft", [], [], "the data file is empty"),
-    "sft, other columns": ("sft", [{"question": "1"}] * 8, [], "missing column 'messages'"),
-    "sft, no response": ("sft", [{"prompt": "1+1="}] * 8, [], "'response'"),
-    "sft, numbers": ("sft", [{"prompt": 1}] * 8, [], "the column 'prompt' holds numbers"),
-    "sft, null": ("sft", [{"prompt": "1+1=", "response": None}] * 8, [], "row 0"),
-    "sft, too long": (
-        "sft",
-        [{"prompt": "1" * 90, "response": "2"}] * 8,
-        ["data.max_length=64"],
-        "max_length",
-    ),
-    "sft, too few": ("sft", [{"prompt": "1+1=", "response": "2"}] * 3, [], "do not fill one batch"),
-    "rm, no rows": ("rm", [], [], "the data file is empty"),
-    "rm, no rejected": ("rm", [{"prompt": "1+1=", "chosen": "2"}] * 8, [], "'rejected'"),
-    "rm, no prompt": (
-        "rm",
-        [{"chosen": "2", "rejected": "3"}] * 8,
-        ["data.prompt_key=asked"],
-        "missing column 'asked'",
-    ),
-    "rm, too few": (
-        "rm",
-        [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 3,
-        [],
-        "do not fill one batch",
-    ),
+ROW = {"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}
+SUPERVISED: dict[str, tuple[Rows, str, str]] = {
+    "sft, no rows": ([], "", "the data file is empty"),
+    "sft, other columns": ([{"question": "1"}] * 8, "", "missing column 'messages'"),
+    "sft, no response": ([{"prompt": "1+1="}] * 8, "", "'response'"),
+    "sft, numbers": ([{"prompt": 1}] * 8, "", "the column 'prompt' holds numbers"),
+    "sft, null": ([{**ROW, "response": None}] * 8, "", "row 0"),
+    "sft, too long": ([{**ROW, "prompt": "1" * 90}] * 8, "data.max_length=64", "max_length"),
+    "sft, too few": ([ROW] * 3, "", "do not fill one batch"),
+    "rm, no rows": ([], "", "the data file is empty"),
+    "rm, no rejected": ([{"prompt": "1+1=", "chosen": "2"}] * 8, "", "'rejected'"),
+    "rm, no prompt": ([ROW] * 8, "data.prompt_key=asked", "missing column 'asked'"),
+    "rm, too few": ([ROW] * 3, "", "do not fill one batch"),
 }
 
 
 @pytest.mark.parametrize("name", SUPERVISED)
-def test_examples_that_are_wrong(lab: Lab, tmp_path: Path, say_the_same: Same, name: str) -> None:
-    command, rows, words, telling = SUPERVISED[name]
-    say_the_same(command, supervised(tmp_path, lab.model, rows) + words, telling)
+def test_examples_that_are_wrong(lab, tmp_path, say_the_same, name):
+    rows, words, telling = SUPERVISED[name]
+    say_the_same(name.split(",")[0], supervised(tmp_path, lab.model, rows) + words.split(), telling)
 
 
 def supervised(folder: Path, model: Path, rows: Rows) -> list[str]:
@@ -160,15 +122,13 @@ def supervised(folder: Path, model: Path, rows: Rows) -> list[str]:
 
 
 @pytest.fixture
-def say_the_same(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Same:
-    """Check that three commands refuse an input, say what is wrong, and start no run."""
+def say_the_same(refused, tmp_path: Path):
+    """Return a function that checks that three commands refuse an input, name the error, and start no run."""
 
     def run(command: str, words: list[str], telling: str) -> None:
         checks = ["check", *([] if command == "train" else [f"--{command}"])]
         for given in (checks, [*checks, "--here"], [command]):
-            assert main([*given, *words]) == 1, given
-            said = capsys.readouterr()
-            assert telling in said.err and "is sound" not in said.out, given
+            assert telling in refused(*given, *words), given
             assert not (tmp_path / "run" / "metrics.jsonl").exists(), given
 
     return run

@@ -1,19 +1,9 @@
 """`tandem check --run`: a correct run, and runs with faulty rollouts."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
 import pytest
 
-from tandem.cli.main import main
 from tandem.config.load import load_train_config
 from tandem.trainer.control import Probe, controlled
-from tests.support import warm
-from tests.support.runs import Lab, lab
-
-__all__ = ["lab"]
 
 OWN = """
 import torch
@@ -59,27 +49,30 @@ class Keeps(ActorWorker):
 HF = "actor_rollout_ref.rollout.name=hf"
 
 
-@pytest.fixture(scope="module")
-def own(lab: Lab) -> Path:
-    path = lab.folder / "own_rollouts.py"
-    path.write_text(OWN)
-    return path
+@pytest.fixture
+def checked(lab, typed):
+    """Return a function that runs the check with a class of `OWN`."""
+    (lab.folder / "own_rollouts.py").write_text(OWN)
+
+    def run(name: str) -> tuple[int, str, str]:
+        classes = f"trainer.worker_classes={{rollout: '{lab.folder / 'own_rollouts.py'}:{name}'}}"
+        return typed("check", "--run", *lab.overrides(lab.folder / "never"), HF, classes)
+
+    return run
 
 
-def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
-    lab: Lab, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(lab, printed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     run = lab.folder / "never"
     words = lab.overrides(run, actor_rollout_ref__actor__ppo_mini_batch_size=2)
-    assert main(["check", "--run", *words, HF]) == 0
-    out = capsys.readouterr().out
+    out = printed("check", "--run", *words, HF)
     rows = {line[:28].strip(): line[28:].split() for line in out.splitlines()}
     first, second, floor = map(float, rows["rollout/log_prob_diff_mean"])
     assert 0 < first == second < floor == 1e-4
     for name in ("weights changed", "rollout/version_lag", "rollout/changed_samples", "actor/clip_fraction"):
         assert rows[name] == ["0", "0", "0"], name
     assert out.endswith("rollout and training agree\n") and "above" not in out
-    assert not run.exists()
+    assert not run.exists() and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -89,41 +82,29 @@ def test_a_sound_run_is_at_its_floor_and_leaves_no_trace(
         ("Rounds", "numerical differences between the engines", "rollout/log_prob_diff_mean"),
     ],
 )
-def test_the_cause_is_named(
-    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str], name: str, cause: str, probe: str
-) -> None:
-    words = lab.overrides(lab.folder / "never")
-    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:{name}'}}"]) == 1
-    out = capsys.readouterr().out
-    assert cause in out.split("wrong: ")[1]
+def test_the_cause_is_named(checked, name, cause, probe):
+    status, out, _ = checked(name)
+    assert status == 1 and cause in out.split("wrong: ")[1]
     (line,) = [line for line in out.splitlines() if line.startswith(probe)]
     assert line.endswith("above")
 
 
-def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(
-    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = lab.overrides(lab.folder / "never")
-    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Silent'}}"]) == 0
-    out = capsys.readouterr().out
-    assert "no log-probs" in out and "not measured" in out
+def test_a_rollout_without_log_probs_is_not_measured_and_that_is_said(checked):
+    status, out, _ = checked("Silent")
+    assert status == 0 and "no log-probs" in out and "not measured" in out
     assert "weights changed" in out and "rollout/log_prob_diff_mean" not in out
 
 
-def test_weights_that_do_not_arrive_are_named(
-    lab: Lab, own: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = lab.overrides(lab.folder / "never")
-    assert main(["check", "--run", *words, HF, f"trainer.worker_classes={{rollout: '{own}:Keeps'}}"]) == 1
-    assert "model.norm.weight" in capsys.readouterr().err
+def test_weights_that_do_not_arrive_are_named(checked):
+    status, _, err = checked("Keeps")
+    assert status == 1 and "model.norm.weight" in err
 
 
-def test_run_and_sft_do_not_go_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--run", "--sft"]) == 1
-    assert "--run is for configs of `tandem train`" in capsys.readouterr().err
+def test_run_and_sft_do_not_go_together(refused):
+    assert "--run is for configs of `tandem train`" in refused("check", "--run", "--sft")
 
 
-def test_the_control_keeps_the_shape_of_the_run(lab: Lab, tmp_path: Path) -> None:
+def test_the_control_keeps_the_shape_of_the_run(lab, tmp_path):
     def sizes(batch: int, mini: int) -> tuple[int, int]:
         words = lab.overrides(
             tmp_path, data__train_batch_size=batch, actor_rollout_ref__actor__ppo_mini_batch_size=mini
@@ -139,21 +120,7 @@ def test_the_control_keeps_the_shape_of_the_run(lab: Lab, tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are() -> None:
+def test_a_probe_is_at_its_floor_if_both_values_and_their_difference_are():
     assert Probe("x", 1.0, 1.0, 1.0).at_floor
     assert not Probe("x", 1.0, -0.1, 1.0).at_floor
     assert not Probe("x", 0.0, float("nan"), 1.0).at_floor
-
-
-@pytest.mark.e2e
-def test_check_run_as_a_command(lab: Lab, tmp_path: Path) -> None:
-    words = lab.overrides(tmp_path / "run")
-    done = warm.run(
-        [sys.executable, "-m", "tandem", "check", "--run", *words, HF],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "PATH": ""},
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("rollout and training agree\n")
-    assert list(tmp_path.iterdir()) == []

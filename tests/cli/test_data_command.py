@@ -1,7 +1,5 @@
 """`tandem data convert`, `show`, `split` and `dedupe`."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -14,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.cli.data import ACTIONS
-from tandem.cli.main import main
 from tandem.data.files import DataFiles, read_files
 from tandem.offline.parts import Texts, alike, split
 from tests.support.tiny import CHARACTERS, make_tokenizer
@@ -30,8 +27,7 @@ def write(path: Path, rows: Rows) -> str:
 
 def read(path: Path) -> Rows:
     if path.suffix == ".parquet":
-        found: Rows = pq.read_table(path).to_pylist()
-        return found
+        return pq.read_table(path).to_pylist()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -50,168 +46,89 @@ def scored(source: str, prompt: str, truth: Any, **extra: Any) -> dict[str, Any]
 
 
 SUM = {"question": "How much?", "answer": "1,000 and 5.\n#### 1,005"}
+SUMMED = scored("openai/gsm8k", 'How much?\n\nGive the final number after "####".', "1005", **SUM)
 TALK = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 SAID = [turn("user", "hi"), turn("assistant", "hello")]
+PAIR = {"chosen": SAID, "rejected": [SAID[0], turn("assistant", "no")]}
 HH = "\n\nHuman: hi\n\nAssistant: "
+HALF, LIGHTEVAL = r"\frac{1}{2}", "DigitalLearningGmbH/MATH-lighteval"
+FIRST = {"level": "Level 1", "type": "Algebra"}
+LIMITS = {"difficulty": 4.5, "topic": "Limits"}
+DAPO = {"data_source": "math_dapo", "prompt": [turn("user", "x?")], "extra_info": {"index": "9a"}}
 FORMATS: list[tuple[str, list[str], dict[str, Any], dict[str, Any]]] = [
     # (format, further words, a row, the resulting row)
-    (
-        "gsm8k",
-        [],
-        SUM,
-        scored("openai/gsm8k", 'How much?\n\nGive the final number after "####".', "1005", **SUM),
-    ),
-    (
-        "math",
-        [],
-        {"problem": "x?", "solution": r"so \boxed{\frac{1}{2}}.", "level": "Level 1", "type": "Algebra"},
-        scored(
-            "DigitalLearningGmbH/MATH-lighteval",
-            "x?" + BOXED,
-            r"\frac{1}{2}",
-            level="Level 1",
-            type="Algebra",
-        ),
-    ),
-    (
-        "math",
-        ["--source", "HuggingFaceH4/MATH-500"],
-        {"problem": "x?", "solution": "no box", "answer": "3", "subject": "Algebra", "level": 2},
-        scored("HuggingFaceH4/MATH-500", "x?" + BOXED, "3", level=2, subject="Algebra"),
-    ),
-    (
-        "deepmath",
-        ["--instruction", ""],
-        {
-            "question": "x?",
-            "final_answer": "3",
-            "difficulty": 4.5,
-            "topic": "Limits",
-            "r1_solution_1": "long",
-        },
-        scored("MATH", "x?", "3", difficulty=4.5, topic="Limits"),
-    ),
-    (
-        "dapo",
-        [],
-        {
-            "data_source": "math_dapo",
-            "prompt": [turn("user", "x?")],
-            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": "9a"},
-        },
-        {**scored("math_dapo", "x?", "34"), "extra_info": {"index": "9a"}},
-    ),
-    (
-        "table",
-        ["--columns", "prompt=q,answer=a", "--source", "arithmetic", "--instruction", "Think."],
-        {"q": "1+1=", "a": 2, "from": "book"},
-        scored("arithmetic", "1+1=\n\nThink.", "2", **{"from": "book"}),
-    ),
-    (
-        "sharegpt",
-        [],
-        {"id": 1, "system": "be kind", "conversations": TALK},
-        {"messages": [turn("system", "be kind"), *SAID]},
-    ),
-    (
-        "alpaca",
-        [],
-        {"instruction": "Add.", "input": "1 1", "output": "2"},
-        {"messages": [turn("user", "Add.\n\n1 1"), turn("assistant", "2")]},
-    ),
-    (
-        "preference",
-        [],
-        {"prompt": "hi", "chosen": "hello", "rejected": "no"},
-        {"chosen": SAID, "rejected": [SAID[0], turn("assistant", "no")]},
-    ),
-    (
-        "preference",
-        ["--columns", "margin=by"],
-        {"chosen": HH + "hello", "rejected": HH + "no", "by": 2},
-        {"chosen": SAID, "rejected": [SAID[0], turn("assistant", "no")], "margin": 2.0},
-    ),
-    (
-        "preference",
-        [],
-        {"prompt": SAID[:1], "chosen": SAID[1:], "rejected": [SAID[0], turn("assistant", "no")]},
-        {"chosen": SAID, "rejected": [SAID[0], turn("assistant", "no")]},
-    ),
-]
+    ("gsm8k", [], SUM, SUMMED),
+    ("math", [], {"problem": "x?", "solution": rf"so \boxed{{{HALF}}}.", **FIRST},
+     scored(LIGHTEVAL, "x?" + BOXED, HALF, **FIRST)),
+    ("math", ["--source", "HuggingFaceH4/MATH-500"],
+     {"problem": "x?", "solution": "no box", "answer": "3", "subject": "Algebra", "level": 2},
+     scored("HuggingFaceH4/MATH-500", "x?" + BOXED, "3", level=2, subject="Algebra")),
+    ("deepmath", ["--instruction", ""],
+     {"question": "x?", "final_answer": "3", **LIMITS, "r1_solution_1": "long"},
+     scored("MATH", "x?", "3", **LIMITS)),
+    ("dapo", [], {**DAPO, "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}},
+     {**scored("math_dapo", "x?", "34"), "extra_info": {"index": "9a"}}),
+    ("table", ["--columns", "prompt=q,answer=a", "--source", "arithmetic", "--instruction", "Think."],
+     {"q": "1+1=", "a": 2, "from": "book"}, scored("arithmetic", "1+1=\n\nThink.", "2", **{"from": "book"})),
+    ("sharegpt", [], {"id": 1, "system": "be kind", "conversations": TALK},
+     {"messages": [turn("system", "be kind"), *SAID]}),
+    ("alpaca", [], {"instruction": "Add.", "input": "1 1", "output": "2"},
+     {"messages": [turn("user", "Add.\n\n1 1"), turn("assistant", "2")]}),
+    ("preference", [], {"prompt": "hi", "chosen": "hello", "rejected": "no"}, PAIR),
+    ("preference", ["--columns", "margin=by"], {"chosen": HH + "hello", "rejected": HH + "no", "by": 2},
+     {**PAIR, "margin": 2.0}),
+    ("preference", [], {"prompt": SAID[:1], "chosen": SAID[1:], "rejected": PAIR["rejected"]}, PAIR),
+]  # fmt: skip
 READERS = {"sharegpt": ["--sft"], "alpaca": ["--sft"], "preference": ["--rm"]}
 
 
 @pytest.mark.parametrize(("form", "words", "row", "becomes"), FORMATS)
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_a_format_becomes_rows_that_train(
-    form: str,
-    words: list[str],
-    row: dict[str, Any],
-    becomes: dict[str, Any],
-    suffix: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_format_becomes_rows_that_train(form, words, row, becomes, suffix, tmp_path, printed):
     out = tmp_path / f"out{suffix}"
     told = [] if suffix == ".jsonl" else ["--from", form]
-    assert main(["data", "convert", write(tmp_path / "in.jsonl", [row]), str(out), *told, *words]) == 0
-    said = capsys.readouterr().out
-    assert (
-        said.startswith("wrote" if told else f"the columns are those of {form}; wrote") and "1 rows" in said
-    )
-    assert read(out) == [becomes]
-    assert main(["data", "validate", str(out), *READERS.get(form, [])]) == 0
+    said = printed("data", "convert", write(tmp_path / "in.jsonl", [row]), out, *told, *words)
+    assert said.startswith("wrote" if told else f"the columns are those of {form}; wrote")
+    assert "1 rows" in said and read(out) == [becomes]
+    printed("data", "validate", out, *READERS.get(form, []))
 
 
-def test_rows_that_cannot_be_converted_are_named_or_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_converted_are_named_or_left_out(tmp_path, refused, printed):
     rows = [SUM, {**SUM, "answer": "5"}, {**SUM, "answer": "#### five"}, {**SUM, "question": " "}, SUM]
-    words = ["data", "convert", write(tmp_path / "in.jsonl", rows), str(tmp_path / "out.parquet")]
-    assert main(words) == 1
-    said = capsys.readouterr().err
+    words = ["data", "convert", write(tmp_path / "in.jsonl", rows), tmp_path / "out.parquet"]
+    said = refused(*words)
     assert "3 row(s) that cannot be converted from gsm8k" in said
     assert "row 1: no answer\n" in said and "row 3: prompt: nothing but white space\n" in said
     assert "row 2: data_source 'openai/gsm8k': the reward function" in said
     assert not (tmp_path / "out.parquet").exists()
-    assert main([*words, "--skip"]) == 0
-    assert "2 rows for `tandem train`, 3 left out" in capsys.readouterr().out
+    assert "2 rows for `tandem train`, 3 left out" in printed(*words, "--skip")
     assert [row["extra_info"]["index"] for row in read(tmp_path / "out.parquet")] == [0, 4]
-    assert main([*words, "--skip"]) == 1
-    assert "this file exists" in capsys.readouterr().err
-    assert main([*words, "--skip", "--overwrite"]) == 0
+    assert "this file exists" in refused(*words, "--skip")
+    printed(*words, "--skip", "--overwrite")
 
 
 @pytest.mark.parametrize(
     ("row", "words", "message"),
     [
-        ({"a": 1}, [], "no known format"),
-        (SUM, ["--from", "gsm9k"], "expected: dapo, sharegpt"),
-        (SUM, ["--from", "math"], "missing column 'problem' and 'solution'"),
-        (SUM, ["--columns", "question"], "expected: NAME=YOURS"),
-        (SUM, ["--columns", "question=frage"], "missing column 'frage'"),
-        ({"prompt": "1", "answer": "2"}, [], "no data_source"),
-        ({"conversations": TALK[1:]}, [], "the first message is the assistant's"),
-        ({"conversations": [*TALK, {"from": "narrator", "value": "x"}]}, [], "'narrator' is not one of"),
-        ({"conversations": [*TALK, {"from": "human", "value": None}]}, [], "'content' is null"),
-        ({"conversations": "hi"}, [], "must be a list of turns"),
-        ({"instruction": "", "output": "x"}, [], "no instruction"),
-        ({"prompt": "x", "chosen": "same", "rejected": "same"}, [], "chosen and rejected are the same"),
-        ({"chosen": "a", "rejected": "b"}, [], "an empty list of messages"),
-        (
-            {"prompt": None, "reward_model": None},
-            ["--source", "s"],
-            "prompt: not a list of messages but null",
-        ),
+        ({"a": 1}, "", "no known format"),
+        (SUM, "--from gsm9k", "expected: dapo, sharegpt"),
+        (SUM, "--from math", "missing column 'problem' and 'solution'"),
+        (SUM, "--columns question", "expected: NAME=YOURS"),
+        (SUM, "--columns question=frage", "missing column 'frage'"),
+        ({"prompt": "1", "answer": "2"}, "", "no data_source"),
+        ({"conversations": TALK[1:]}, "", "the first message is the assistant's"),
+        ({"conversations": [*TALK, {"from": "narrator", "value": "x"}]}, "", "'narrator' is not one of"),
+        ({"conversations": [*TALK, {"from": "human", "value": None}]}, "", "'content' is null"),
+        ({"conversations": "hi"}, "", "must be a list of turns"),
+        ({"instruction": "", "output": "x"}, "", "no instruction"),
+        ({"prompt": "x", "chosen": "same", "rejected": "same"}, "", "chosen and rejected are the same"),
+        ({"chosen": "a", "rejected": "b"}, "", "an empty list of messages"),
+        ({"prompt": None, "reward_model": None}, "--source s", "prompt: not a list of messages but null"),
     ],
 )
-def test_what_cannot_be_converted(
-    row: dict[str, Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_converted(row, words, message, tmp_path, refused):
     out = tmp_path / "out.jsonl"
-    assert main(["data", "convert", write(tmp_path / "in.jsonl", [row]), str(out), *words]) == 1
-    assert message in capsys.readouterr().err
+    assert message in refused("data", "convert", write(tmp_path / "in.jsonl", [row]), out, *words.split())
     assert not out.exists()
 
 
@@ -221,9 +138,7 @@ LONG = (
 )
 
 
-def test_repeated_near_and_leaked_rows_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_repeated_near_and_leaked_rows_are_left_out(tmp_path, printed):
     texts = [
         LONG.format(8, 40, "harbour"),
         LONG.format(9, 50, "village"),
@@ -236,29 +151,24 @@ def test_repeated_near_and_leaked_rows_are_left_out(
     ]
     rows = [scored("arithmetic", text, "1") for text in texts]
     held = [scored("arithmetic", text, "1") for text in ("7+7=", LONG.format(9, 50, "lighthouse"), "1+2= ")]
-    source, val, out = (
-        write(tmp_path / "in.jsonl", rows),
-        write(tmp_path / "val.jsonl", held),
-        tmp_path / "o.jsonl",
-    )
-    assert main(["data", "dedupe", source, str(out)]) == 0
-    said = capsys.readouterr().out.splitlines()
+    source, val = write(tmp_path / "in.jsonl", rows), write(tmp_path / "val.jsonl", held)
+    dedupe, out = ("data", "dedupe", source, tmp_path / "o.jsonl", "--overwrite"), tmp_path / "o.jsonl"
+    said = printed(*dedupe[:-1]).splitlines()
     assert said[:2] == ["row 2: repeats row 0", "row 7: repeats row 1"]
     assert said[2].startswith("row 3: repeats row 0 (0.") and len(said) == 4
     assert said[3].endswith("5 of 8 rows; left out: 2 repeated, 1 near")
     assert read(out) == [rows[at] for at in (0, 1, 4, 5, 6)]
-    assert main(["data", "dedupe", source, str(out), "--against", val, "--overwrite"]) == 0
-    said = capsys.readouterr().out.splitlines()
+    said = printed(*dedupe, "--against", val).splitlines()
     assert f"row 6: its prompt is in {val}, row 2" in said
     assert any(line.startswith(f"row 1: its prompt is in {val}, row 1 (0.") for line in said)
     assert read(out) == [rows[at] for at in (0, 4, 5)]
-    assert main(["data", "dedupe", source, str(out), "--overwrite", "--ngram", "0"]) == 0
+    printed(*dedupe, "--ngram", "0")
     assert read(out) == [rows[at] for at in (0, 1, 3, 4, 5, 6)]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_near_pairs_are_those_of_a_slow_search(data: st.DataObject) -> None:
+def test_near_pairs_are_those_of_a_slow_search(data):
     words = st.lists(st.sampled_from("abc12"), min_size=1, max_size=9).map(" ".join)
     texts = data.draw(st.lists(words, min_size=1, max_size=9))
     overlap = data.draw(st.sampled_from([0.4, 0.7, 1.0]))
@@ -290,7 +200,7 @@ def test_near_pairs_are_those_of_a_slow_search(data: st.DataObject) -> None:
     share=st.floats(0.05, 0.95),
     seed=st.integers(0, 3),
 )
-def test_a_split_keeps_prompts_together(prompts: list[tuple[str, str]], share: float, seed: int) -> None:
+def test_a_split_keeps_prompts_together(prompts, share, seed):
     table = pa.table({"prompt": [p for p, _ in prompts], "data_source": [s for _, s in prompts]})
     chosen = split(DataFiles(table, (Path("x"),), (0,)), share, seed)
     assert chosen.shape == (len(prompts),)
@@ -305,17 +215,14 @@ def test_a_split_keeps_prompts_together(prompts: list[tuple[str, str]], share: f
         assert abs(sum(rows) - share * len(rows)) <= largest
 
 
-def test_split_is_a_partition_by_source_and_the_same_for_a_seed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [scored(source, f"{at}+1=", str(at)) for at in range(200) for source in ("arithmetic", "gsm8k")]
-    rows = [{**row, "data_source": "gsm8k" if at < 100 else "arithmetic"} for at, row in enumerate(rows)]
+def test_split_is_a_partition_by_source_and_the_same_for_a_seed(tmp_path, printed):
+    sources = ["gsm8k"] * 100 + ["arithmetic"] * 300
+    rows = [scored(source, f"{at // 2}+1=", str(at // 2)) for at, source in enumerate(sources)]
     source = write(tmp_path / "in.jsonl", rows)
 
     def halves(seed: int, name: str) -> tuple[Rows, Rows]:
         outs = tmp_path / f"{name}a.jsonl", tmp_path / f"{name}b.parquet"
-        words = ["data", "split", source, *map(str, outs), "--share", "0.1", "--seed", str(seed)]
-        assert main(words) == 0
+        printed("data", "split", source, *outs, "--share", "0.1", "--seed", seed)
         return read(outs[0]), read(outs[1])
 
     train, val = halves(1, "one")
@@ -325,58 +232,48 @@ def test_split_is_a_partition_by_source_and_the_same_for_a_seed(
     assert not prompts[0] & prompts[1]
     assert halves(1, "again") == (train, val)
     assert halves(2, "other") != (train, val)
-    capsys.readouterr()
-    few = write(tmp_path / "few.jsonl", rows[:2])
-    assert main(["data", "split", few, str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]) == 1
-    assert "one side would have no rows" in capsys.readouterr().err
-    assert main(["data", "split", few, str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl")]) == 1
-    assert "named twice" in capsys.readouterr().err
-    assert main(["data", "split", few, str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]) == 1
-    assert "unknown format" in capsys.readouterr().err
-    assert main(["data", "split", few, *[str(tmp_path / f"{x}.jsonl") for x in "ab"], "--share", "1"]) == 1
-    assert "between 0 and 1" in capsys.readouterr().err
 
 
-def test_show_says_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        scored("arithmetic", "1+1=", "2"),
-        scored("gsm\x1b[2J", "x\u202e\n── row 9", "3"),
-        scored("arithmetic", "1+22=", "23"),
-    ]
-    file = write(tmp_path / "in.jsonl", rows)
-    assert main(["data", "show", file, "--n", "2"]) == 0
-    out = capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("a.jsonl b.jsonl", "one side would have no rows"), ("a.jsonl a.jsonl", "named twice"),
+        ("a.txt b.jsonl", "unknown format"), ("a.jsonl b.jsonl --share 1", "between 0 and 1"),
+    ],
+)  # fmt: skip
+def test_splits_that_cannot_be(words, said, tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    write(Path("few.jsonl"), [scored("gsm8k", "0+1=", "0")] * 2)
+    assert said in refused("data", "split", "few.jsonl", *words.split())
+
+
+def test_show_says_what_is_there(tmp_path, printed):
+    sums = [scored("arithmetic", "1+1=", "2"), scored("arithmetic", "1+22=", "23")]
+    file = write(tmp_path / "in.jsonl", [sums[0], scored("gsm\x1b[2J", "x\u202e\n── row 9", "3"), sums[1]])
+    out = printed("data", "show", file, "--n", "2")
     assert out.startswith(f"{file}: 3 rows\n  data_source: string\n")
     assert "data sources:\n  arithmetic: 2\n  gsm\\x1b[2J: 1\n" in out and "\x1b" not in out
     assert "prompt, characters: 0% 10, 5% 10, 50% 11, 95% 17, 99% 17, 100% 17\n" in out
     assert "── row 1\n" in out and "── row 2\n" not in out
     assert "prompt:\n | user: x\\u202e\n | ── row 9\n" in out
     make_tokenizer(tmp_path / "model")
-    assert main(["data", "show", file, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]) == 0
-    out = capsys.readouterr().out
-    ids = [3 + CHARACTERS.index(character) for character in "1+1="]
-    shown = "  ".join(f"{number} {character!r}" for number, character in zip(ids, "1+1=", strict=True))
+    out = printed("data", "show", file, f"actor_rollout_ref.model.path={tmp_path / 'model'}")
+    shown = "  ".join(f"{3 + CHARACTERS.index(character)} {character!r}" for character in "1+1=")
     assert out.endswith(f"── the first prompt as the model gets it, 4 tokens\n | 1+1=\n  {shown}\n")
     assert "prompt, tokens: 0% 4, 5% 4, 50% 5" in out
 
 
 @pytest.mark.parametrize("work", sorted(ACTIONS))
-def test_help_of_each_work_begins_with_an_example(work: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", work, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert ACTIONS[work][1].split(" --")[0] in " ".join(said.split())
-    assert main(["data", "--help"]) == 0
-    assert f"tandem data {work} " in capsys.readouterr().out
+def test_help_of_each_work_begins_with_an_example(work, printed):
+    assert ACTIONS[work][1].split(" --")[0] in " ".join(printed("data", work, "--help").split())
+    assert f"tandem data {work} " in printed("data", "--help")
 
 
-def test_unknown_work(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "shuffle"]) == 1
-    assert "expected: validate, convert, show, split, dedupe" in capsys.readouterr().err
+def test_unknown_work(refused):
+    assert "expected: validate, convert, show, split, dedupe" in refused("data", "shuffle")
 
 
-def test_the_page_shows_what_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_shows_what_is_printed(tmp_path, monkeypatch, typed):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     ((raw, session),) = re.findall(r"```json\n(.*?)```\n\n```console\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -385,12 +282,10 @@ def test_the_page_shows_what_is_printed(
     assert len(steps) == 6
     for step in steps:
         command, _, printed = step.partition("\n")
-        main(command.split())
-        said = capsys.readouterr()
-        assert said.out + said.err == printed
+        assert "".join(typed(*command.split())[1:]) == printed
 
 
-def test_a_json_list_keeps_columns_that_its_first_row_lacks(tmp_path: Path) -> None:
+def test_a_json_list_keeps_columns_that_its_first_row_lacks(tmp_path):
     (tmp_path / "a.json").write_text('[{"prompt": "x"}, {"prompt": "y", "answer": "2"}]')
     assert read_files(str(tmp_path / "a.json"), ("answer",), optional=None).table.to_pylist() == [
         {"answer": None, "prompt": "x"},

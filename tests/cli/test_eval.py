@@ -1,7 +1,5 @@
 """`tandem eval`: its figures against values computed by hand, and the continuation of a killed run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,17 @@ import pytest
 from tandem.cli.main import main
 from tandem.observability.journal import Journal
 from tests.support.killing import kill_half_way
+from tests.support.runs import REWARD_HEAD
 from tests.support.tiny import make_model, problem, write_rows
 
 ROWS, N = 16, 4
-SLOW_REWARD = """
+SLOW_REWARD = f"""
 import time
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+{REWARD_HEAD}
     time.sleep(0.02)
     right = len(set(solution_str)) % 3 == 0
-    return {"score": len(set(solution_str)) / 7, "acc": right, "pred": solution_str[:1] or None}
+    return {{"score": len(set(solution_str)) / 7, "acc": right, "pred": solution_str[:1] or None}}
 """
 
 
@@ -32,11 +31,7 @@ def responses(folder: Path) -> Path:
         "arithmetic/hard": [["=1", "=1", "=1", "?"], ["=5", "?", "?", "?"], ["=5", "=5", "=5", "=5"]],
     }
     rows = [
-        {
-            **problem(2, 3),
-            "data_source": source,
-            "responses": four,
-        }
+        {**problem(2, 3), "data_source": source, "responses": four}
         for source, problems in texts.items()
         for four in problems
     ]
@@ -48,7 +43,7 @@ def report(out: Path, *words: str) -> dict[str, Any]:
     return json.loads(out.read_text())["sources"]  # type: ignore[no-any-return]
 
 
-def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_by_hand(tmp_path, capsys):
     """Of 4 responses, 2, 3, 0, 1, 4 are right. Two draws miss all in C(2,2), 0, C(4,2), C(3,2), 0 of 6."""
     out = tmp_path / "report.json"
     sources = report(out, f"data.path={responses(tmp_path)}", "eval.k=[1,2,4]")
@@ -88,43 +83,33 @@ def test_figures_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert scored[2]["scores"] == [0, 0, 0, 0] and scored[2]["answers"] == ["1", "1", "1", None]
 
 
-def test_a_model_is_evaluated_as_its_responses_are(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
-    writes = (f"model.path={model}", "data.max_response_length=12", f"rollout.n={N}", "trainer.device=cpu")
+def model_words(folder: Path, problems: int, length: int) -> list[str]:
+    """Make a model and data. Return the words of an evaluation of this model."""
+    data = write_rows(folder / "in.parquet", [problem(a, 7) for a in range(3, 3 + problems)])
+    words = [f"data.path={data}", f"model.path={make_model(folder / 'model')}", "trainer.device=cpu"]
+    return [*words, f"data.max_response_length={length}"]
+
+
+def test_a_model_is_evaluated_as_its_responses_are(tmp_path, printed):
+    words = [*model_words(tmp_path, ROWS, 12), f"rollout.n={N}"]
     given = tmp_path / "responses.jsonl"
-    assert main(["generate", f"data.path={data}", f"data.output_path={given}", *writes]) == 0
-    at_once = report(tmp_path / "a.json", f"data.path={data}", *writes)
+    printed("generate", f"data.output_path={given}", *words)
+    at_once = report(tmp_path / "a.json", *words)
     assert at_once == report(tmp_path / "b.json", f"data.path={given}")
-    assert list(at_once["overall"]["measures"]) == [
-        "score",
-        "accuracy",
-        *("pass@2", "pass@4", "maj@2", "maj@4"),
-    ]
+    measures = ["score", "accuracy", "pass@2", "pass@4", "maj@2", "maj@4"]
+    assert list(at_once["overall"]["measures"]) == measures
     first = pq.read_table(tmp_path / "a.samples.parquet").to_pylist()
-    assert [json.loads(line)["responses"] for line in given.read_text().splitlines()] == [
-        row["responses"] for row in first
-    ]
+    lines = given.read_text().splitlines()
+    assert [json.loads(line)["responses"] for line in lines] == [row["responses"] for row in first]
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = make_model(tmp_path / "model")
-    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 3 + ROWS)])
+def test_a_killed_run_goes_on_where_it_was(tmp_path, capsys):
     reward = tmp_path / "reward.py"
     reward.write_text(SLOW_REWARD)
-    words = [
-        f"data.path={data}",
-        f"model.path={model}",
-        "data.max_response_length=40",
-        f"rollout.n={N}",
-        "rollout.max_num_seqs=2",
-        "rollout.dtype=float64",
-        "trainer.device=cpu",
-        f"custom_reward_function.path={reward}",
-    ]
+    words = [*model_words(tmp_path, ROWS, 40), f"rollout.n={N}", "rollout.max_num_seqs=2"]
+    words += ["rollout.dtype=float64", f"custom_reward_function.path={reward}"]
     undisturbed = report(tmp_path / "whole.json", *words)
-    out = tmp_path / "out.json"
-    scores = tmp_path / "out.json.scores.jsonl"
+    out, scores = tmp_path / "out.json", tmp_path / "out.json.scores.jsonl"
     done = kill_half_way(["eval", f"data.output_path={out}", *words], scores, pieces=ROWS)
     assert ROWS <= done < ROWS * N and not out.exists()
     capsys.readouterr()
@@ -135,76 +120,56 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, capsys: pytest.Captur
     assert not list(tmp_path.glob("out.json.*"))
 
 
-def test_what_lies_beside_a_report_is_not_replaced_unasked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_lies_beside_a_report_is_not_replaced_unasked(tmp_path, refused, printed):
     words = ["eval", f"data.path={responses(tmp_path)}", f"data.output_path={tmp_path / 'report.json'}"]
     samples = tmp_path / "report.samples.parquet"
     samples.write_text("mine")
-    assert main(words) == 1
-    said = capsys.readouterr().err
+    said = refused(*words)
     assert "already exists" in said and str(samples) in said
     assert samples.read_text() == "mine" and not (tmp_path / "report.json").exists()
-    assert main([*words, "--overwrite"]) == 0
+    printed(*words, "--overwrite")
     assert len(pq.read_table(samples)) == 5
 
 
 @pytest.mark.parametrize("kept", ["scores", "responses"])
-def test_a_run_killed_at_its_very_end_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: str
-) -> None:
-    model = make_model(tmp_path / "model")
-    data = write_rows(tmp_path / "in.parquet", [problem(a, 7) for a in range(3, 6)])
-    words = ["eval", f"data.path={data}", f"model.path={model}", "data.max_response_length=6"]
-    words += ["trainer.device=cpu", f"data.output_path={tmp_path / 'out.json'}"]
+def test_a_run_killed_at_its_very_end_goes_on(tmp_path, monkeypatch, printed, kept):
+    words = ["eval", *model_words(tmp_path, 3, 6), f"data.output_path={tmp_path / 'out.json'}"]
     remove = Journal.remove
-
-    def left(journal: Journal) -> None:
-        if kept not in journal.path.name:
-            remove(journal)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "remove", left)
-        assert main(words) == 0
+        patch.setattr(Journal, "remove", lambda journal: kept in journal.path.name or remove(journal))
+        printed(*words)
     before = (tmp_path / "out.json").read_text()
-    assert main(words) == 0
+    printed(*words)
     assert (tmp_path / "out.json").read_text() == before
     assert not list(tmp_path.glob("out.json.*"))
 
 
-def test_a_reward_that_was_changed_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0.5"
-    )
+def test_a_reward_that_was_changed_is_noticed(tmp_path, monkeypatch, refused):
+    reward, out = tmp_path / "reward.py", tmp_path / "report.json"
+    reward.write_text(f"{REWARD_HEAD} return 0.5")
     words = [f"data.path={responses(tmp_path)}", f"custom_reward_function.path={reward}"]
-    out = tmp_path / "report.json"
     with monkeypatch.context() as patch:
         patch.setattr("tandem.offline.eval.replace_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             report(out, *words)
     reward.write_text(reward.read_text().replace("0.5", "1.0"))
-    assert main(["eval", f"data.output_path={out}", *words]) == 1
-    assert "custom_reward_function.path (content)=" in capsys.readouterr().err
+    assert "custom_reward_function.path (content)=" in refused("eval", f"data.output_path={out}", *words)
     measures = report(out, *words, "--overwrite")["overall"]["measures"]
     assert measures["accuracy"]["value"] == 1.0
     assert not [name for name in measures if name.startswith("maj")]  # this reward reads no answers
 
 
-def test_what_it_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = responses(tmp_path)
-
-    def refused(*words: str) -> str:
-        given = [f"data.output_path={tmp_path / 'r.json'}", *words]
-        assert main(["eval", *given]) == 1
-        return capsys.readouterr().err
-
-    assert "expected: 1 to 4" in refused(f"data.path={data}", "eval.k=5")
-    assert "missing column 'texts'" in refused(f"data.path={data}", "data.response_key=texts")
-    assert "model.path" in refused(f"data.path={data}", "rollout.n=4")
-    odd = write_rows(tmp_path / "odd.parquet", [{**problem(1, 1), "data_source": "x", "responses": "2"}])
-    assert "no reward function for this data source" in refused(f"data.path={odd}")
-    none = write_rows(tmp_path / "none.parquet", [{**problem(1, 1), "responses": []}])
-    assert "row 0: responses is of type list" in refused(f"data.path={none}")
+@pytest.mark.parametrize(
+    ("row", "words", "said"),
+    [
+        ({}, "eval.k=5", "expected: 1 to 4"),
+        ({}, "data.response_key=texts", "missing column 'texts'"),
+        ({}, "rollout.n=4", "model.path"),
+        ({"data_source": "x", "responses": "2"}, "", "no reward function for this data source"),
+        ({"responses": []}, "", "row 0: responses is of type list"),
+    ],
+)
+def test_what_it_refuses(tmp_path, refused, row, words, said):
+    data = write_rows(tmp_path / "in.parquet", [{**problem(1, 1), "responses": ["2"] * 4, **row}])
+    given = [f"data.path={data}", f"data.output_path={tmp_path / 'r.json'}", *words.split()]
+    assert said in refused("eval", *given)

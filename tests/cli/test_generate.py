@@ -1,7 +1,5 @@
 """`tandem generate`: its output, its refusals, and the continuation of a killed run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -33,26 +31,20 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(shop: Path, out: Path, *more: str, data: str = "in.parquet") -> list[str]:
-    return [
-        f"data.path={shop / data}",
-        f"model.path={shop / 'model'}",
-        f"data.output_path={out}",
-        f"data.max_response_length={LENGTH}",
-        f"rollout.n={N}",
-        "rollout.dtype=float64",  # so that rounding does not depend on the other requests
-        "trainer.device=cpu",
-        *more,
-    ]
+    paths = [f"data.path={shop / data}", f"model.path={shop / 'model'}", f"data.output_path={out}"]
+    sizes = [f"data.max_response_length={LENGTH}", f"rollout.n={N}", "trainer.device=cpu"]
+    exact = "rollout.dtype=float64"  # so that rounding does not depend on the other requests
+    return ["generate", *paths, *sizes, exact, *more]
 
 
 def run(shop: Path, out: Path, *more: str, data: str = "in.parquet") -> list[dict[str, Any]]:
-    assert main(["generate", *words(shop, out, *more, data=data)]) == 0
+    assert main(words(shop, out, *more, data=data)) == 0
     if out.suffix == ".jsonl":
         return [json.loads(line) for line in out.read_text().splitlines()]
-    return pq.read_table(out).to_pylist()  # type: ignore[no-any-return]
+    return pq.read_table(out).to_pylist()
 
 
-def test_the_columns_of_the_input_and_the_responses(shop: Path, tmp_path: Path) -> None:
+def test_the_columns_of_the_input_and_the_responses(shop, tmp_path):
     rows = run(shop, tmp_path / "out.parquet", "trainer.seed=5", "rollout.top_p=0.9", "rollout.stop=z")
     tokenizer = load_tokenizer(shop / "model")
     engine = HFEngine(
@@ -78,7 +70,7 @@ def test_the_columns_of_the_input_and_the_responses(shop: Path, tmp_path: Path) 
     assert {reason for row in rows for reason in row["finish_reasons"]} == {"stop", "length"}
 
 
-def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop: Path, tmp_path: Path) -> None:
+def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop, tmp_path):
     tokenizer = load_tokenizer(shop / "model")
     questions = [row["prompt"][0]["content"] for row in pq.read_table(shop / "in.parquet").to_pylist()]
     write_rows(tmp_path / "ids.parquet", [{"tokens": tokenizer.encode(text)} for text in questions])
@@ -93,14 +85,12 @@ def test_conversations_texts_and_ids_in_parquet_and_json_lines(shop: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_was(
-    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_goes_on_where_it_was(shop, tmp_path, monkeypatch, capsys):
     slow = ("rollout.max_num_seqs=2", "rollout.temperature=0.8")
     undisturbed = run(shop, tmp_path / "whole.parquet", *slow)
     out = tmp_path / "out.parquet"
     journal = tmp_path / "out.parquet.work.jsonl"
-    done = kill_half_way(["generate", *words(shop, out, *slow)], journal, pieces=ROWS * N // 3)
+    done = kill_half_way(words(shop, out, *slow), journal, pieces=ROWS * N // 3)
     assert not out.exists()
     assert 0 < done < ROWS * N
     appended: list[Any] = []
@@ -123,20 +113,19 @@ def unfinished(shop: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("tandem.offline.generate.write_rows", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            main(["generate", *words(shop, out)])
+            main(words(shop, out))
 
 
-def test_work_of_other_settings_is_refused(
-    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+NEW = ("responses", "response_ids", "response_log_probs", "finish_reasons")
+
+
+def test_work_of_other_settings_is_refused(shop, tmp_path, monkeypatch, refused):
     out = tmp_path / "out.parquet"
     unfinished(shop, out, monkeypatch)
-    assert main(["generate", *words(shop, out, "rollout.n=2")]) == 1
-    said = capsys.readouterr().err
+    said = refused(*words(shop, out, "rollout.n=2"))
     assert "rollout.n=2" in said and "rollout.n=3" in said and "--overwrite" in said
-    write_rows(tmp_path / "other.parquet", [problem(a, 8) for a in range(3, 3 + ROWS)])
-    assert main(["generate", *words(shop, out, data=str(tmp_path / "other.parquet"))]) == 1
-    assert "data.path (prompts)=" in capsys.readouterr().err
+    other = write_rows(tmp_path / "other.parquet", [problem(a, 8) for a in range(3, 3 + ROWS)])
+    assert "data.path (prompts)=" in refused(*words(shop, out, data=str(other)))
     # Settings for speed may change. All work is done, so no engine is made.
     with monkeypatch.context() as patch:
         patch.setattr("tandem.offline.generate.make_rollout_engine", lambda *_, **__: 1 / 0)
@@ -146,47 +135,65 @@ def test_work_of_other_settings_is_refused(
     ]
 
 
-NEW = ("responses", "response_ids", "response_log_probs", "finish_reasons")
+BYTES = "image: binary cannot be written as JSON"
+ROWS_REFUSED = {
+    "clash": ([{"responses": "2"}], ["responses: the data already have a column"]),
+    "bytes": ([{"image": b"\x00"}], [BYTES]),
+    "nested": ([{"image": None}, {"image": [{"raw": b"\x00"}]}], [BYTES]),  # the first row does not show it
+    "ids": ([{"prompt": [3]}, {"prompt": []}, {"prompt": [-1]}],
+            ["row 1: prompt: not a list of at least one token id", "row 2: prompt: a negative"]),
+}  # fmt: skip
 
 
-def test_what_it_refuses(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ROWS_REFUSED)
+def test_rows_that_it_refuses(shop, tmp_path, refused, name):
+    rows, telling = ROWS_REFUSED[name]
+    data = write_rows(tmp_path / "rows.parquet", [{"prompt": "1+1=", **row} for row in rows])
+    said = refused(*words(shop, tmp_path / "fresh.jsonl", data=str(data)))
+    assert all(text in said for text in telling)
+    assert not list(tmp_path.glob("fresh*"))
+
+
+def test_what_it_refuses(shop, tmp_path, refused):
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
-
-    def refused(*more: str, out: Path = out, data: str = "in.parquet") -> str:
-        assert main(["generate", *words(shop, out, *more, data=data)]) == 1
-        return capsys.readouterr().err
-
-    assert "the output already exists" in refused()
+    assert "the output already exists" in refused(*words(shop, out))
     assert out.read_text() == "mine\n"
-    assert "did you mean rollout.temperature?" in refused("rollout.temprature=1")
-    assert "data.path: this file does not exist" in refused(data="none.parquet")
-    assert "ends in .parquet or .jsonl" in refused(out=tmp_path / "out.csv")
-    write_rows(tmp_path / "clash.parquet", [{"prompt": "1+1=", "responses": "2"}])
-    fresh = tmp_path / "fresh.jsonl"
-    assert "responses: the data already have a column" in refused(
-        out=fresh, data=str(tmp_path / "clash.parquet")
-    )
-    write_rows(tmp_path / "bytes.parquet", [{"prompt": "1+1=", "image": b"\x00"}])
-    assert "image: binary cannot be written as JSON" in refused(
-        out=fresh, data=str(tmp_path / "bytes.parquet")
-    )
-    nested = [{"prompt": "1+1=", "image": None}, {"prompt": "1+1=", "image": [{"raw": b"\x00"}]}]
-    write_rows(tmp_path / "nested.parquet", nested)  # the first row does not show it
-    assert "image: binary cannot be written as JSON" in refused(
-        out=fresh, data=str(tmp_path / "nested.parquet")
-    )
-    write_rows(tmp_path / "ids.parquet", [{"prompt": [3]}, {"prompt": []}, {"prompt": [-1]}])
-    said = refused(out=fresh, data=str(tmp_path / "ids.parquet"))
-    assert (
-        "row 1: prompt: not a list of at least one token id" in said and "row 2: prompt: a negative" in said
-    )
-    assert not fresh.exists() and not list(tmp_path.glob("fresh*"))
+    assert "did you mean rollout.temperature?" in refused(*words(shop, out, "rollout.temprature=1"))
+    assert "data.path: this file does not exist" in refused(*words(shop, out, data="none.parquet"))
+    assert "ends in .parquet or .jsonl" in refused(*words(shop, tmp_path / "out.csv"))
 
 
-def test_verls_names_work(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verls_names_work(shop, tmp_path, typed):
     given = words(shop, tmp_path / "o.jsonl", "data.n_samples=2", "rollout.response_length=9", "--dry-run")
-    assert main(["generate", *(w for w in given if not w.startswith(("rollout.n=", "data.max_resp")))]) == 0
-    shown, said = capsys.readouterr()
-    assert "n: 2" in shown and "max_response_length: 9" in shown
+    status, shown, said = typed(*(w for w in given if not w.startswith(("rollout.n=", "data.max_resp"))))
+    assert status == 0 and "n: 2" in shown and "max_response_length: 9" in shown
     assert "data.n_samples is rollout.n=2 here." in said
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        ("generate", ["model.path=model"], "in.parquet model out.jsonl"),
+        ("eval", ["model.path=model"], "model in.parquet out.json"),
+        ("eval", [], "in.parquet out.json"),
+    ],
+)
+def test_the_first_line_comes_before_slow_imports(shop, command, words, said, monkeypatch, capsys):
+    class Loaded(Exception):
+        """A stand-in for a slow import."""
+
+    def load(name: str) -> None:
+        raise Loaded
+
+    monkeypatch.chdir(shop)
+    monkeypatch.setattr(f"tandem.cli.{command}.import_module", load)
+    with pytest.raises(Loaded):
+        main([command, *words, "data.path=in.parquet", f"data.output_path={said.split()[-1]}"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert [word.strip(";,") for word in last.split() if word.strip(";,") in said.split()] == said.split()
+
+
+def test_what_is_left_to_write_is_said_before_the_model_is_loaded(shop, tmp_path, typed):
+    _, _, said = typed(*words(shop, tmp_path / "out.jsonl", "data.max_response_length=4"))
+    assert said.index("36 responses to generate; loading the model\n") < said.index("36/36 samples in ")

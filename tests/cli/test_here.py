@@ -1,27 +1,39 @@
-"""The part of `tandem check` about this machine, this data and this model."""
+"""The part of `tandem check` about this machine, this data and this model; tokenizers with too many ids."""
 
-from __future__ import annotations
-
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from tandem.cli.main import main
-from tests.support.runs import Lab, lab
-
-__all__ = ["lab"]
+from tests.support.runs import Lab
 
 OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+PYTHON = "ray_kwargs.ray_init.runtime_env.py_executable=no-such-uv run"
+
+
+@pytest.fixture
+def missing(printed, refused, tmp_path):
+    """Return a function that checks that a config is sound but its run is refused, with these texts."""
+
+    def check(command: str, given: list[str], *telling: str) -> None:
+        checks = ["check", *([] if command == "train" else [f"--{command}"])]
+        said = printed(*checks, *given)
+        found = [said.index(text) for text in ("the config is sound", *telling)]
+        assert found == sorted(found)
+        for words in ([*checks, "--here"], [command]):
+            assert telling[0] in refused(*words, *given)
+        assert not (tmp_path / "run").exists()
+
+    return check
 
 
 @pytest.mark.parametrize(
     ("words", "telling"),
     [
-        (
-            ["trainer.backend=ray", "ray_kwargs.ray_init.runtime_env.py_executable=no-such-uv run"],
-            "runtime_env.py_executable",
-        ),
+        (["trainer.backend=ray", PYTHON], "runtime_env.py_executable"),
         (["custom_reward_function.path={own}", "custom_reward_function.name=scor"], "no such function"),
         pytest.param(
             ["trainer.device=cuda"],
@@ -30,71 +42,86 @@ OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=Non
         ),
     ],
 )
-def test_the_config_is_sound_and_the_run_is_refused(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], telling: str
-) -> None:
-    own = tmp_path / "own.py"
-    own.write_text(OWN)
-    given = [*lab.overrides(tmp_path / "run"), *(word.format(own=own) for word in words)]
-    assert main(["check", *given]) == 0
-    said = capsys.readouterr().out
-    assert said.index("the config is sound") < said.index(telling)
-    for command in (["check", "--here"], ["train"]):
-        assert main([*command, *given]) == 1
-        assert telling in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_the_config_is_sound_and_the_run_is_refused(lab, tmp_path, missing, words, telling):
+    (tmp_path / "own.py").write_text(OWN)
+    words = [word.format(own=tmp_path / "own.py") for word in words]
+    missing("train", [*lab.overrides(tmp_path / "run"), *words], telling)
 
 
 @pytest.mark.timeout(120)
-def test_a_reward_that_does_not_load_is_named_in_time(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_does_not_load_is_named_in_time(lab, tmp_path, missing, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)
     own = tmp_path / "own.py"
     own.write_text(f"import time; time.sleep(600)\n{OWN}")
     given = [*lab.overrides(tmp_path / "run"), f"custom_reward_function.path={own}", "reward.timeout=0.5"]
-    assert main(["check", *given]) == 0
-    assert "custom_reward_function.path: loading it raised TimeoutError" in capsys.readouterr().out
-    for command in (["check", "--here"], ["train"]):
-        assert main([*command, *given]) == 1
-        assert "custom_reward_function.path: loading it raised TimeoutError" in capsys.readouterr().err
+    missing("train", given, "custom_reward_function.path: loading it raised TimeoutError")
 
 
-def test_several_things_are_said_at_once(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_things_are_said_at_once(lab, tmp_path, refused):
     words = ["data.train_batch_size=4000", "data.max_response_length=1000"]
-    assert main(["train", *lab.overrides(tmp_path / "run"), *words]) == 1
-    error = capsys.readouterr().err
-    assert "2 things are wrong or missing" in error
-    assert "data.train_batch_size" in error
-    assert "max_position_embeddings" in error
+    error = refused("train", *lab.overrides(tmp_path / "run"), *words)
+    telling = ("2 things are wrong or missing", "data.train_batch_size", "max_position_embeddings")
+    assert all(text in error for text in telling)
 
 
-def test_where_nothing_is_missing(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--here", *lab.overrides(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.endswith("the config is sound\n")
+def test_where_nothing_is_missing(lab, tmp_path, printed):
+    assert printed("check", "--here", *lab.overrides(tmp_path / "run")).endswith("the config is sound\n")
 
 
 @pytest.mark.parametrize("command", ["sft", "rm"])
-def test_a_run_on_examples_has_the_same_two_verdicts(
-    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_a_run_on_examples_has_the_same_two_verdicts(lab, tmp_path, printed, missing, command):
     file = tmp_path / "rows.jsonl"
     row = '{"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}\n'
     file.write_text(row * 256, encoding="utf-8")
     given = [f"data.train_files={file}", f"model.path={lab.model}", "trainer.device=cuda"]
     given += ["trainer.logger=clearml"]  # the run would work without it
     given += [f"trainer.default_local_dir={tmp_path / 'run'}"]
-    assert main(["check", f"--{command}", *given]) == 0
-    said = capsys.readouterr().out
-    assert (
-        said.index("the config is sound")
-        < said.index(f"`tandem {command}` also needs")
-        < said.index("CUDA")
-        < said.index("clearml")
-    )
-    for words in (["check", f"--{command}", "--here"], [command]):
-        assert main([*words, *given]) == 1
-        assert "CUDA" in capsys.readouterr().err
+    assert f"`tandem {command}` also needs" in printed("check", f"--{command}", *given)
+    missing(command, given, "CUDA", "clearml")
+
+
+SIZE = 46
+SAID = ("smaller than that of the tokenizer", f"{SIZE} tokens", f">= {SIZE + 1}")
+
+
+@pytest.fixture(scope="module")
+def larger(lab: Lab) -> Path:
+    """Return a folder with the model's tokenizer plus one token."""
+    tokenizer = AutoTokenizer.from_pretrained(lab.model)
+    assert len(tokenizer) == SIZE
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(lab.folder / "larger")
+    return lab.folder / "larger"
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "rm", "eval", "generate"])
+def test_it_is_named_by_every_command(lab, larger, tmp_path, refused, command):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "response": "2", "chosen": "2", "rejected": "3"}) + "\n")
+    given = lab.overrides(tmp_path / "run")
+    if command in ("sft", "rm"):
+        given = [f"data.train_files={file}", "data.train_batch_size=1", "trainer.logger=[]"]
+        given += [f"trainer.default_local_dir={tmp_path / 'run'}"]
+    elif command != "train":
+        given = [f"data.path={lab.train}", "data.max_response_length=2"]
+        given += [f"data.output_path={tmp_path / ('out.json' if command == 'eval' else 'out.parquet')}"]
+    if command != "train":
+        given += [f"model.path={lab.model}", "trainer.device=cpu"]
+    at = "actor_rollout_ref.model" if command == "train" else "model"
+    checks = {"train": [["check", "--here"]], "sft": [["check", "--sft", "--here"]]}
+    checks["rm"] = [["check", "--rm", "--here"]]
+    for words in ([command], *checks.get(command, [])):
+        error = refused(*words, *given, f"{at}.tokenizer_path={larger}")
+        assert all(part in error for part in (*SAID, f"{at}.tokenizer_path")), error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_critic_reads_the_same_ids(lab, tmp_path, refused):
+    critic = tmp_path / "critic"
+    shutil.copytree(lab.model, critic)
+    stored = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(stored | {"vocab_size": SIZE - 1}))
+    given = [*lab.overrides(tmp_path / "run"), "algorithm.adv_estimator=gae", f"critic.model.path={critic}"]
+    for words in (["check", "--here"], ["train"]):
+        error = refused(*words, *given)
+        assert "critic.model.path" in error and f"{SIZE - 1} tokens" in error

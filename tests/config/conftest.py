@@ -1,7 +1,5 @@
 """Fixtures: a data file and a model folder that suffice for the config, loaders, and a check of refusals."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -72,10 +70,7 @@ def load(required: list[str], train_file: str, model: str) -> Load:
 
 @pytest.fixture
 def errors(load: Load) -> Errors:
-    """Return a function that loads such a config and returns its errors by field.
-
-    Two errors for one field fail the test.
-    """
+    """Return a function that loads such a config and returns its errors by field, one each."""
 
     def run(*texts: str) -> dict[str, ConfigError]:
         with pytest.raises(ConfigErrors) as caught:
@@ -89,11 +84,10 @@ def errors(load: Load) -> Errors:
 
 @pytest.fixture
 def refused(errors: Errors) -> Callable[[str, str], None]:
-    """Return a function that checks that words are refused with one error, which has every one of the texts.
+    """Return a function that checks that words are refused with one error that has all texts (`a // b`).
 
-    Texts are divided by `//`. The error is at the last of the given keys unless the first text is
-    `at: KEY`. It has the value as given unless a text begins with `got:`.
-    `only if` is of a key without effect.
+    The error is at the last of the given keys unless the first text is `at: KEY`. It has the value as given
+    unless a text begins with `got:`. `only if` is of a key without effect.
     """
 
     def check(given: str, said: str) -> None:

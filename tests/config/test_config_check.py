@@ -1,7 +1,5 @@
 """The check of a loaded config: all errors at once, views, and rules that read an invalid value."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem.config.check import check

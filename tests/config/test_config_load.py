@@ -1,7 +1,5 @@
 """YAML files, overrides, interpolation, deprecated keys, notices, and writing a config back to YAML."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 from tandem.config.load import load_train_config
 from tandem.config.sources import read_sources, split_arguments, to_yaml
 from tandem.config.written import to_dict
-from tandem.errors import ConfigError, ConfigErrors
+from tandem.errors import ConfigErrors
 from tests.support.words import full, rows, words
 
 
@@ -55,7 +53,7 @@ R.log_prob_micro_batch_size | R.log_prob_micro_batch_size_per_gpu
 REF.log_prob_micro_batch_size | REF.log_prob_micro_batch_size_per_gpu
 critic.ppo_micro_batch_size | critic.ppo_micro_batch_size_per_gpu
 critic.forward_micro_batch_size | critic.forward_micro_batch_size_per_gpu
-reward_model.micro_batch_size | reward_model.forward_micro_batch_size_per_gpu
+RM.micro_batch_size | RM.forward_micro_batch_size_per_gpu
 """
 
 
@@ -68,7 +66,7 @@ def test_a_deprecated_micro_batch_size_is_per_device(load, loaded, old, new):
 
 
 DIVIDED = """
-A.ppo_micro_batch_size | 4 | trainer.n_gpus_per_node=2 trainer.nnodes=2
+A.ppo_micro_batch_size | 4 | T.n_gpus_per_node=2 T.nnodes=2
 A.ppo_micro_batch_size | 4 | Q={a: [2, 2], b: [3]} P={actor_rollout: a, critic: b}
 R.log_prob_micro_batch_size | 4 | Q={a: [2, 2], b: [3]} P={actor_rollout: a, critic: b}
 critic.ppo_micro_batch_size | 3 | Q={a: [2, 2], b: [3]} P={actor_rollout: a, critic: b}
@@ -101,35 +99,24 @@ def test_yaml_of_a_config_loads_to_the_same_config_without_notices(load, tmp_pat
     assert again.notices == ()
 
 
-def test_a_config_travels_between_processes(load):
+def test_a_config_travels_between_processes_and_is_frozen(load):
     config = load("trainer.seed=3").config
     assert pickle.loads(pickle.dumps(config)) == config
-
-
-def test_the_config_is_frozen(load):
     with pytest.raises(ValueError, match="frozen"):
-        load().config.trainer.seed = 3
+        config.trainer.seed = 4
 
 
 def test_split_arguments():
     assert split_arguments(["run.yaml", "a=1", "b=x=y"]) == ("run.yaml", ["a=1", "b=x=y"])
     assert split_arguments(["a=1"]) == (None, ["a=1"])
-    with pytest.raises(ConfigError, match="neither an override"):
-        split_arguments(["run.yaml", "a=1", "other.yaml"])
-    with pytest.raises(ConfigError, match="unknown option"):
-        split_arguments(["--dry"])
 
 
 def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
     words = "1e5 1_000 inf nan yes null ~ : y n 1.0 2020-01-01 0x1f -1 - #c True 1e-6 .5 1:30 ü"
     more = ["", " sp ", "a: b", "two\nlines", "a word " * 40, "[a, b]", "{a: b}", "'quoted'", "!tag"]
     numbers = [1, -2, 1e-6, 1e22, 0.1, float("inf"), 12345678901234567890]
-    tree = {
-        "texts": [*words.split(), *more],
-        "numbers": numbers,
-        "rest": [None, True, False, {}, []],
-        "nested": {"a": {"b": 1}},
-    }
+    tree = {"texts": [*words.split(), *more], "numbers": numbers, "rest": [None, True, False, {}, []]}
+    tree["nested"] = {"a": {"b": 1}}
     (tmp_path / "again.yaml").write_text(to_yaml(tree))
     found, errors, *_ = read_sources(str(tmp_path / "again.yaml"), [])
     assert not errors
@@ -137,13 +124,10 @@ def test_what_is_written_as_yaml_is_read_as_the_same_values(tmp_path):
     assert [type(value) for value in found["numbers"]] == [type(value) for value in numbers]
 
 
-def test_values_by_key_are_taken_as_they_are(required: list[str]) -> None:
+def test_values_by_key_are_taken_as_they_are(required):
     """Keys may be dotted or nested, values are not parsed as YAML, and later overrides win."""
-    given = {
-        "trainer.experiment_name": "1e5",
-        "algorithm": {"adv_kwargs": {"epsilon": 0.5}, "adv_estimator": "grpo"},
-        "trainer.seed": 1,
-    }
+    given = {"trainer.experiment_name": "1e5", "trainer.seed": 1}
+    given["algorithm"] = {"adv_kwargs": {"epsilon": 0.5}, "adv_estimator": "grpo"}
     config = load_train_config(None, [*required, given, "trainer.seed=2"]).config
     assert (config.trainer.experiment_name, config.trainer.seed) == ("1e5", 2)
     assert config.algorithm.adv_kwargs == {"epsilon": 0.5}

@@ -1,7 +1,5 @@
 """Pools, and the roles placed on them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tandem.config.cluster import ROLES

@@ -1,9 +1,9 @@
 """Values of a config: defaults, keys that inherit, other spellings, and what is computed of them."""
 
-from __future__ import annotations
-
 import json
+import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -11,11 +11,18 @@ from tandem.config import tables
 from tandem.config.actor import ActorConfig
 from tandem.config.batching import Batching
 from tandem.config.critic import CriticConfig, CriticModelConfig
+from tandem.config.load import load_train_config
 from tandem.config.model import ModelConfig
 from tandem.config.rollout import RolloutConfig
+from tandem.config.rollout_correction import Bounds, RolloutCorrectionConfig
 from tandem.config.root import TrainConfig
 from tandem.config.schema import keys, value_at
+from tandem.config.sources import to_yaml
 from tandem.config.supervised import RMConfig, SFTConfig
+from tandem.config.written import to_dict
+from tandem.protocol import SamplingParams
+from tandem.protocol.rollout import LogprobsMode
+from tandem.trainer.sampling_params import sampling
 from tests.support.words import rows
 
 DEFAULTS = """
@@ -47,7 +54,7 @@ trainer.pools={global_pool: [1]} trainer.world_size=1 trainer.resolved_backend=l
 """Defaults that `test_verl_verdicts.py` does not compare with verl's."""
 
 INHERITED = """
-trainer.seed=7 | data.seed=7
+T.seed=7 | D.seed=7
 A.clip_ratio=0.3 | A.clip_ratio_low=0.3
 A.clip_ratio=0.3 | A.clip_ratio_high=0.3
 A.use_dynamic_bsz=true | REF.log_prob_use_dynamic_bsz=true
@@ -58,52 +65,48 @@ A.ppo_epochs=3 | critic.ppo_epochs=3
 A.shuffle=true | critic.shuffle=true
 A.loss_agg_mode=token-sum | critic.loss_agg_mode=token-sum
 critic.ppo_micro_batch_size_per_gpu=8 | critic.forward_micro_batch_size_per_gpu=8
-data.max_response_length=99 | A.loss_scale_factor=99.0
+D.max_response_length=99 | A.loss_scale_factor=99.0
 """
 
 VALUES = """
-critic.ppo_epochs=2 A.ppo_epochs=5 | critic.ppo_epochs=2
-A.clip_ratio_high=0.28 | A.clip_ratio_low=0.2 A.clip_ratio_high=0.28
-A.strategy=fsdp | A.strategy=fsdp2
-critic.strategy=fsdp | critic.strategy=fsdp2
-A.fsdp_config.dtype=bfloat16 | A.fsdp_config.dtype=bf16
-A.fsdp_config.model_dtype=float64 | A.fsdp_config.model_dtype=fp64
-trainer.logger=console R.stop=END | trainer.logger=[console] R.stop=[END]
-trainer.logger=["console","tensorboard"] | trainer.logger=[console, tensorboard]
-GRPO algorithm.adv_kwargs={epsilon: 1e-4} | algorithm.adv_kwargs={epsilon: 0.0001}
-A.optim.betas=[0.9, 0.95] | A.optim.betas=[0.9, 0.95]
-algorithm.adv_estimator=grpo_vectorized R.n=4 | algorithm.adv_estimator=grpo
-algorithm.adv_estimator=rloo_vectorized R.n=4 | algorithm.adv_estimator=rloo
-algorithm.adv_estimator=vtrace R.n=4 | needs_critic=true roles=[actor, rollout, critic, reward]
-algorithm.adv_estimator=maxrl R.n=4 | needs_critic=false roles=[actor, rollout, reward]
-algorithm.adv_estimator=remax R.n=4 | needs_critic=false roles=[actor, rollout, reward]
-algorithm.adv_estimator=my.module:mine | roles=[actor, rollout, critic, reward]
-GRPO algorithm.use_kl_in_reward=true | roles=[actor, rollout, ref, reward]
+critic.ppo_epochs=2 A.ppo_epochs=5 A.clip_ratio_high=0.28 A.optim.betas=[0.9, 0.95] A.strategy=fsdp
+    | critic.ppo_epochs=2 A.clip_ratio_low=0.2 A.clip_ratio_high=0.28 A.optim.betas=[0.9, 0.95]
+    A.strategy=fsdp2
+critic.strategy=fsdp FS.dtype=bfloat16 FS.model_dtype=float64 T.logger=console R.stop=END
+    | critic.strategy=fsdp2 FS.dtype=bf16 FS.model_dtype=fp64 T.logger=[console] R.stop=[END]
+GRPO G.adv_kwargs={epsilon: 1e-4} T.logger=["console","tensorboard"]
+    | G.adv_kwargs={epsilon: 0.0001} T.logger=[console, tensorboard]
+G.adv_estimator=grpo_vectorized R.n=4 | G.adv_estimator=grpo
+G.adv_estimator=rloo_vectorized R.n=4 | G.adv_estimator=rloo
+G.adv_estimator=vtrace R.n=4 | needs_critic=true roles=[actor, rollout, critic, reward]
+G.adv_estimator=maxrl R.n=4 | needs_critic=false roles=[actor, rollout, reward]
+G.adv_estimator=remax R.n=4 | needs_critic=false roles=[actor, rollout, reward]
+G.adv_estimator=my.module:mine | roles=[actor, rollout, critic, reward]
+GRPO G.use_kl_in_reward=true | roles=[actor, rollout, ref, reward]
 SCORED | roles=[actor, rollout, critic, reward_model]
-algorithm.adv_estimator=my.module:estimator algorithm.gdpo_reward_keys=[format, accuracy]
-    | algorithm.gdpo_reward_keys=[format, accuracy]
-algorithm.use_kl_in_reward=true algorithm.kl_ctrl={type: adaptive, horizon: 500, target_kl: 0.5}
-    | algorithm.kl_ctrl.horizon=500.0 algorithm.kl_ctrl.target_kl=0.5
+G.adv_estimator=my.module:estimator G.gdpo_reward_keys=[format, accuracy]
+    | G.gdpo_reward_keys=[format, accuracy]
+G.use_kl_in_reward=true G.kl_ctrl={type: adaptive, horizon: 500, target_kl: 0.5}
+    | G.kl_ctrl.horizon=500.0 G.kl_ctrl.target_kl=0.5
 A.use_kl_loss=true A.kl_loss_type=full | exact_kl=true
-algorithm.use_kl_in_reward=true algorithm.kl_penalty=full | exact_kl=true
-A.use_kl_loss=true algorithm.use_kl_in_reward=true algorithm.kl_penalty=full | exact_kl=true
-A.use_kl_loss=true algorithm.use_kl_in_reward=true | exact_kl=false
+G.use_kl_in_reward=true G.kl_penalty=full | exact_kl=true
+A.use_kl_loss=true G.use_kl_in_reward=true G.kl_penalty=full | exact_kl=true
+A.use_kl_loss=true G.use_kl_in_reward=true | exact_kl=false
 A.use_kl_loss=true REF.reset_interval=10 M.lora_rank=4 Q={a: [1], b: [1]} P={actor_rollout: a, ref: b}
     | REF.reset_interval=10
 R.n=2 R.n_schedule={100: 8, 5: 4} | R.group_sizes={1: 2, 5: 4, 100: 8}
 R.n_schedule.7=3 | R.group_sizes={1: 1, 7: 3}
-GRPO A.policy_loss.loss_mode=dro A.policy_loss.dro_beta=0.1 | A.policy_loss.dro_beta=0.1
-M.use_fused_kernels=true M.fused_kernel_options.impl_backend=triton trainer.device=cuda | M.head=triton
-M.use_fused_kernels=true M.fused_kernel_options.impl_backend=liger trainer.device=auto | M.head=liger
-M.fused_kernel_options.impl_backend=triton trainer.device=cpu | M.head=auto
+GRPO L.loss_mode=dro L.dro_beta=0.1 | L.dro_beta=0.1
+M.use_fused_kernels=true M.fused_kernel_options.impl_backend=triton T.device=cuda | M.head=triton
+M.use_fused_kernels=true M.fused_kernel_options.impl_backend=liger T.device=auto | M.head=liger
+M.fused_kernel_options.impl_backend=triton T.device=cpu | M.head=auto
 M.use_fused_kernels=null M.fused_kernel_options.impl_backend=auto | M.head=auto critic.model.head=auto
 M.use_fused_kernels=false M.fused_kernel_options.impl_backend=auto | M.head=torch critic.model.head=auto
 M.use_fused_kernels=true M.fused_kernel_options.impl_backend=auto | M.head=auto critic.model.head=auto
 M.attn_implementation=sdpa | M.attn_implementation=torch
-trainer.device=cuda M.override_config.attn_implementation=flash_attention_2
+T.device=cuda M.override_config.attn_implementation=flash_attention_2
     | M.attn_implementation=flash_attention_2
-A.fsdp_config.full_determinism=true A.use_kl_loss=true
-    | A.fsdp_config.full_determinism=true REF.fsdp_config.full_determinism=false
+FS.full_determinism=true A.use_kl_loss=true | FS.full_determinism=true REF.fsdp_config.full_determinism=false
 M.lora_rank=8 M.target_modules=[q_proj,v_proj] M.exclude_modules=v_proj | M.target_modules=[q_proj, v_proj]
     M.exclude_modules=[v_proj] M.without_adapters.lora_rank=0
 M.lora.rank=8 M.lora.alpha=4 M.lora.target_modules=[q_proj]
@@ -115,29 +118,27 @@ R.name=sglang R.server={urls: [http://a:1, http://b:1], weights_folder: /tmp, re
 R.name=vllm R.mode=server R.server.request_timeout=60.0 | R.server.urls=[]
 R.name=vllm R.mode=server R.server={urls: [http://a:1, http://b:1], weights_backend: gloo}
     | R.server.weights_backend=gloo
-R.name=tgi R.server.urls=http://a:1 VAL trainer.val_only=true | R.name=tgi
+R.name=tgi R.server.urls=http://a:1 VAL T.val_only=true | R.name=tgi
 generate: rollout.name=openai rollout.server.urls=http://a:1 | rollout.server.urls=['http://a:1']
 R.name=sglang R.server.urls=[http://a:1] R.server.weights_folder=/tmp R.tensor_model_parallel_size=4
     | R.split=1
 R.name=vllm R.mode=server R.server.urls=[http://a:1] R.tensor_model_parallel_size=4 | R.split=1
-trainer.backend=ray | trainer.resolved_backend=ray
-trainer.backend=local | trainer.resolved_backend=local
-Q={a: [1]} | trainer.resolved_backend=local
-Q={a: [1], r: [1]} P={reward: r} | trainer.resolved_backend=ray
-trainer.n_gpus_per_node=4 trainer.nnodes=2 | trainer.pools={global_pool: [4, 4]}
-sft: trainer.seed=5 | data.train_batch_size=256 data.max_length=1024 data.seed=5 optim.lr=0.00001
-    trainer.total_epochs=1 train_batching.max_tokens=16384 trainer.resolved_backend=local
-sft: data.max_length=100 max_token_len_per_gpu=199 | train_batching.max_tokens=199
+T.backend=ray | T.resolved_backend=ray
+T.backend=local | T.resolved_backend=local
+Q={a: [1]} | T.resolved_backend=local
+Q={a: [1], r: [1]} P={reward: r} | T.resolved_backend=ray
+T.n_gpus_per_node=4 T.nnodes=2 | T.pools={global_pool: [4, 4]}
+sft: T.seed=5 | D.train_batch_size=256 D.max_length=1024 D.seed=5 optim.lr=0.00001
+    T.total_epochs=1 train_batching.max_tokens=16384 T.resolved_backend=local
+sft: D.max_length=100 max_token_len_per_gpu=199 | train_batching.max_tokens=199
 sft: fsdp_config.use_torch_compile=true model.lora_rank=4
     | fsdp_config.use_torch_compile=true model.lora_rank=4
-rm: trainer.seed=5 | data.chosen_key=chosen data.rejected_key=rejected data.margin_key=null data.seed=5
-    center_rewards_coefficient=0 optim.lr=0.00001 trainer.pools={global_pool: [1]}
-sft: trainer.backend=ray | trainer.resolved_backend=ray trainer.pools={global_pool: [1]}
-rm: trainer.n_gpus_per_node=2 trainer.nnodes=3
-    | trainer.resolved_backend=ray trainer.pools={global_pool: [2, 2, 2]}
-GAE A.use_kl_loss=true A.fsdp_config.use_torch_compile=true | COMPILED actor ref
-GAE A.use_kl_loss=true A.fsdp_config.use_torch_compile=true REF.fsdp_config.use_torch_compile=false
-    | COMPILED actor
+rm: T.seed=5 | D.chosen_key=chosen D.rejected_key=rejected D.margin_key=null D.seed=5
+    center_rewards_coefficient=0 optim.lr=0.00001 T.pools={global_pool: [1]}
+sft: T.backend=ray | T.resolved_backend=ray T.pools={global_pool: [1]}
+rm: T.n_gpus_per_node=2 T.nnodes=3 | T.resolved_backend=ray T.pools={global_pool: [2, 2, 2]}
+GAE A.use_kl_loss=true FS.use_torch_compile=true | COMPILED actor ref
+GAE A.use_kl_loss=true FS.use_torch_compile=true REF.fsdp_config.use_torch_compile=false | COMPILED actor
 GAE A.use_kl_loss=true critic.fsdp_config.use_torch_compile=true | COMPILED critic
 GAE A.use_kl_loss=true A.use_torch_compile=true | COMPILED actor ref
 GAE A.use_kl_loss=true A.use_torch_compile=true REF.use_torch_compile=false | COMPILED actor
@@ -147,8 +148,8 @@ GAE A.use_kl_loss=true critic.use_torch_compile=true | COMPILED critic
 
 EVEN = """
 8 12 2 6 3 | A.fsdp_config={tensor_parallel_size: 2, pipeline_parallel_size: 2, fsdp_size: 2}
-    A.ulysses_sequence_parallel_size=2 A.fsdp_config.pipeline_schedule=gpipe
-    | A.fsdp_config.tensor_parallel_size=2 A.fsdp_config.pipeline_schedule=gpipe
+    A.ulysses_sequence_parallel_size=2 FS.pipeline_schedule=gpipe
+    | FS.tensor_parallel_size=2 FS.pipeline_schedule=gpipe
 8 12 2 6 3 | A.use_kl_loss=true REF.ulysses_sequence_parallel_size=4 | REF.ulysses_sequence_parallel_size=4
 8 8 4 32 2 | R.name=native R.tensor_model_parallel_size=4 | R.split=4
 8 8 4 32 2 | R.name=vllm R.tensor_model_parallel_size=4 | R.split=4
@@ -238,3 +239,85 @@ def test_every_key_says_what_it_means_and_inherits_from_a_key(root):
     for key in keys(root).values():
         assert key.info.description, key.name
         assert key.inherits is None or key.inherits in keys(root), key.name
+
+
+def test_a_command_line_of_verls(load):
+    loaded = load(
+        "C.rollout_is=token C.rollout_is_threshold=0.5_5.0 C.rollout_is_batch_normalize=true",
+        "C.rollout_rs=token_k1, seq_max_k2,seq_mean_k1,token_k1 C.rollout_rs_threshold=0.5_2.0,0.01,1.001",
+        "R.calculate_log_probs=true",
+    )
+    correction = loaded.config.algorithm.rollout_correction
+    assert correction.corrects
+    assert correction.weight_bounds == Bounds(0.5, 5.0)
+    assert correction.rollout_rs == ("token_k1", "seq_max_k2", "seq_mean_k1")
+    one, two, three = correction.rejection_bounds
+    assert (one, two) == (Bounds(math.log(0.5), math.log(2)), Bounds(None, 0.01))
+    assert (three.lower, three.upper) == pytest.approx((-math.log(1.001), math.log(1.001)))
+    (notice,) = loaded.notices
+    assert "calculate_log_probs: ignored" in notice
+
+
+def test_the_yaml_of_a_config_loads_to_the_same(load, tmp_path):
+    given = "C.rollout_is=sequence C.rollout_is_threshold=3 C.rollout_rs=[token_k2,token_k3]"
+    config = load(f"{given} C.rollout_rs_threshold=0.1").config
+    assert config.algorithm.rollout_correction.rollout_is_threshold == "3.0"
+    (tmp_path / "again.yaml").write_text(to_yaml(to_dict(config)))
+    assert load_train_config(str(tmp_path / "again.yaml")).config == config
+
+
+def test_one_bound_serves_all_modes(load):
+    assert load().config.algorithm.rollout_correction.weight_bounds == Bounds(None, 2.0)
+    config = RolloutCorrectionConfig(rollout_rs="token_k2,token_k3", rollout_rs_threshold=0.3)
+    assert config.rejection_bounds == (Bounds(None, 0.3), Bounds(None, 0.3))
+    own = RolloutCorrectionConfig(rollout_rs="mine.py:far", rollout_rs_threshold="0.1_0.3")
+    assert own.rejection_bounds == (Bounds(0.1, 0.3),)
+
+
+def test_older_spellings(load, loaded):
+    loaded("C.use_policy_gradient=true", "C.loss_type=reinforce")
+    loaded("C.bypass_old_logprob_for_rollout=true", "C.bypass_mode=true")
+    first = "algorithm.rollout_is_level=sequence algorithm.rollout_is_threshold=4.0"
+    assert load(f"{first} algorithm.rollout_is=False").config == load(first).config == load().config
+
+
+SHAPE = {
+    "top_k": 7, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.2, "presence_penalty": 0.3,
+    "frequency_penalty": -0.4, "min_tokens": 3,
+}  # fmt: skip
+
+
+def test_the_defaults_change_nothing(load):
+    params = sampling(load().config, (2,))
+    assert params == SamplingParams(max_tokens=params.max_tokens, stop_token_ids=(2,), seed=params.seed)
+    assert not params.reshapes
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_each_key_of_the_distribution_reaches_training_or_validation(load, validation):
+    shape = (f"{'V' if validation else 'R'}.{name}={value}" for name, value in SHAPE.items())
+    given = "V.do_sample=true V.temperature=0.6 R.temperature=0.9 VAL R.stop=[END] trainer.seed=5"
+    config = load(given, *shape).config
+    mine, other = (sampling(config, (2, 9), validation=which) for which in (validation, not validation))
+    assert {name: getattr(mine, name) for name in SHAPE} == SHAPE
+    assert not other.reshapes
+    for params, temperature in ((mine, 0.6 if validation else 0.9), (other, 0.9 if validation else 0.6)):
+        assert params.temperature == temperature
+        assert (params.stop, params.stop_token_ids, params.seed) == (("END",), (2, 9), 5)
+
+
+def test_greedy_validation_is_penalised_too(load):
+    params = sampling(load("VAL V.repetition_penalty=1.3").config, (), validation=True)
+    assert (params.temperature, params.repetition_penalty) == (0.0, 1.3)
+
+
+def test_ignore_eos_leaves_the_stop_texts(load):
+    config = load("R.ignore_eos=true R.stop=[END]").config
+    for validation in (False, True):
+        params = sampling(config, (2, 9), validation=validation)
+        assert (params.stop_token_ids, params.stop) == ((), ("END",))
+
+
+def test_the_modes_are_the_engines():
+    field = RolloutConfig.model_fields["logprobs_mode"].annotation
+    assert get_args(field) == get_args(LogprobsMode)

@@ -1,7 +1,5 @@
 """`explain` for every key, and the commands that use it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -30,18 +28,20 @@ def test_every_key_of_every_command_has_its_type_default_meaning_and_readers():
 
 
 def test_examples():
-    assert explain("actor_rollout_ref.actor.clip_ratio_high") == (
-        "actor_rollout_ref.actor.clip_ratio_high (tandem train)\n"
-        "  type:    number >= 0\n"
-        "  default: the value of actor_rollout_ref.actor.clip_ratio\n"
-        "  meaning: How far the probability ratio may rise above 1 before it is clipped.\n"
-        "  read by: tandem.workers.loss_terms"
-    )
-    assert "  default: 1e-05\n" in explain("critic.optim.lr")
-    assert "  type:    number >= 0 and < 1, as a list of 2\n" in explain("critic.optim.betas")
-    assert "  type:    integer >= 1, or null\n" in explain("trainer.max_ckpt_to_keep")
-    assert "  type:    text, or null\n" in explain("trainer.resume_from_path")
-    assert "  default: none (required)\n" in explain("actor_rollout_ref.model.path")
+    assert explain("actor_rollout_ref.actor.clip_ratio_high").splitlines() == [
+        "actor_rollout_ref.actor.clip_ratio_high (tandem train)",
+        "  type:    number >= 0",
+        "  default: the value of actor_rollout_ref.actor.clip_ratio",
+        "  meaning: How far the probability ratio may rise above 1 before it is clipped.",
+        "  read by: tandem.workers.loss_terms",
+    ]
+    for name, line in {
+        "critic.optim.lr": "default: 1e-05", "actor_rollout_ref.model.path": "default: none (required)",
+        "critic.optim.betas": "type:    number >= 0 and < 1, as a list of 2",
+        "trainer.max_ckpt_to_keep": "type:    integer >= 1, or null",
+        "trainer.resume_from_path": "type:    text, or null",
+    }.items():  # fmt: skip
+        assert f"  {line}\n" in explain(name)
 
 
 def test_a_section_lists_its_keys():
@@ -71,30 +71,25 @@ def test_unknown_key():
 def test_explain_command(capsys):
     assert config_command(["explain", "trainer.nnodes", "trainer.seed"]) == 0
     out = capsys.readouterr().out
-    assert "trainer.nnodes (tandem train)" in out
-    assert "trainer.seed (tandem sft)" in out
+    assert "trainer.nnodes (tandem train)" in out and "trainer.seed (tandem sft)" in out
+    with pytest.raises(ConfigError, match="not a use"):
+        config_command(["explian", "trainer.seed"])
 
 
 def test_show_command(capsys, required):
     assert config_command(["show", *required, "trainer.seed=9", "+data.seed=4"]) == 0
     shown = capsys.readouterr()
     assert "  seed: 9\n" in shown.out
-    assert shown.err == "note: +data.seed: the prefix + is not needed; the key is read as data.seed.\n"
+    assert shown.err.startswith("note: +data.seed: ") and shown.err.count("\n") == 1
     assert config_command(["show"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{name}: " in listed for name in keys(TrainConfig))
-
-
-def test_command_used_wrongly():
-    with pytest.raises(ConfigError, match="not a use"):
-        config_command(["explian", "trainer.seed"])
 
 
 def test_check_command(capsys, required, train_file, model):
     write_rows(Path(train_file), [{**problem(1, 1), "response": "2"}] * 256)
     assert check(required) == 0
     out = capsys.readouterr().out
-    assert "samples per step: 64\n" in out
-    assert "the config is sound\n" in out
+    assert "samples per step: 64\n" in out and "the config is sound\n" in out
     assert check(["--sft", f"data.train_files={train_file}", f"model.path={model}"]) == 0
     assert capsys.readouterr().out.startswith("the config is sound\n")

@@ -1,7 +1,5 @@
 """Which policy losses can be combined with which estimators, numbers, updates and aggregations."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -38,7 +36,7 @@ def random_columns(*, at_the_end: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("at_the_end", [True, False])
-def test_the_estimators_named_are_those_whose_tokens_differ(at_the_end: bool) -> None:
+def test_the_estimators_named_are_those_whose_tokens_differ(at_the_end):
     columns = random_columns(at_the_end=at_the_end)
     differ = set()
     for name in ADVANTAGES.names:
@@ -49,12 +47,12 @@ def test_the_estimators_named_are_those_whose_tokens_differ(at_the_end: bool) ->
     assert differ == named & set(ADVANTAGES.names)
 
 
-def test_the_losses_named_are_registered() -> None:
+def test_the_losses_named_are_registered():
     assert {*pairs.ONE_ADVANTAGE, *pairs.NO_RATIO, *pairs.BY_SEQUENCE} <= set(POLICY_LOSSES.names)
 
 
 @pytest.mark.parametrize("loss", pairs.NO_RATIO)
-def test_updates_that_nothing_corrects_are_told(load, loss: str) -> None:
+def test_updates_that_nothing_corrects_are_told(load, loss):
     given = f"GRPO A.policy_loss.loss_mode={loss}"
     (notice,) = load(f"{given} A.ppo_mini_batch_size=256 A.ppo_epochs=2").notices
     assert f"{loss}: this loss has no ratio, so 7 of 8 updates per batch" in notice
@@ -62,7 +60,7 @@ def test_updates_that_nothing_corrects_are_told(load, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", pairs.BY_SEQUENCE)
-def test_another_mean_than_the_papers_is_told(load, loaded, loss: str) -> None:
+def test_another_mean_than_the_papers_is_told(load, loaded, loss):
     given = f"GRPO A.policy_loss.loss_mode={loss} A.loss_agg_mode="
     (notice,) = load(f"{given}token-mean").notices
     assert notice.startswith(
@@ -79,7 +77,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(loaded, loss: str) -> None:
+def test_the_aggregation_unless_set_is_the_one_that_the_losss_page_names(loaded, loss):
     page = inspect.getdoc(POLICY_LOSSES.find(loss).fn) or ""
     (usual,) = re.findall(r"Usual\s+aggregation:\s+([a-z-]+)", page) or ["token-mean"]
     given = f"GRPO A.policy_loss.loss_mode={loss} A.ppo_mini_batch_size=1024 {NEEDED.get(loss, '')}"
@@ -101,7 +99,7 @@ def test_an_aggregation_that_verl_does_not_read_is_the_published_one_with_a_sent
         assert mode not in [each.name for each in load(f"{given} {more}").readings]
 
 
-def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load, loaded) -> None:
+def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load, loaded):
     gspo = "GRPO trainer.defaults=verl A.policy_loss.loss_mode=gspo"
     loaded(gspo, "A.aggregation=seq-mean-token-mean")
     assert any("default is token-mean" in each for each in load(gspo).notices)
@@ -109,12 +107,12 @@ def test_gspos_aggregation_is_read_and_where_it_is_unset_verls_is_told(load, loa
 
 
 @pytest.mark.parametrize("loss", LOW_ABOVE_ONE)
-def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(loaded, loss: str) -> None:
+def test_how_far_a_clip_range_goes_below_one_depends_on_the_loss(loaded, loss):
     loaded(f"GRPO A.policy_loss.loss_mode={loss} A.clip_ratio_low=10", "A.clip_ratio_low=10.0")
 
 
 @pytest.mark.parametrize("option", LOSS_KEYS)
-def test_a_key_counts_with_the_losses_that_take_it(loaded, refused, option: str) -> None:
+def test_a_key_counts_with_the_losses_that_take_it(loaded, refused, option):
     value = {"clip_ratio_c": 2.5, "clip_cov_ub": 2.5}.get(option, 0.9)
     key = f"A.{LOSS_KEYS[option]}={value}"
     for loss, options in LOSSES.items():

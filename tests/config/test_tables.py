@@ -1,16 +1,19 @@
-"""The config's tables, compared with the code that they describe."""
-
-from __future__ import annotations
+"""The config's tables, compared with the code that they describe, and the names of other programs."""
 
 import pytest
 
 from tandem.algorithms import aggregation, kl
+from tandem.algorithms.corrections.registry import IMPORTANCE_WEIGHTS, REJECTIONS
 from tandem.algorithms.registry import ADVANTAGES, POLICY_LOSSES
 from tandem.config import cluster, tables
 from tandem.config.actor import ActorConfig
-from tandem.config.schema import value_at
+from tandem.config.other_names import OTHER_NAMES
+from tandem.config.root import TrainConfig
+from tandem.config.schema import keys, unknown_key, value_at
+from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.observability.sinks import SINKS
 from tandem.trainer.casting import CONTROLLER_POOL, PLACES, REWARD_POOL
+from tests.support.words import full, rows
 
 
 def test_advantages():
@@ -37,27 +40,22 @@ def test_policy_losses():
             assert default == POLICY_LOSSES.find(name).options[option] or option == "dro_beta", option
 
 
-def test_aggregations_and_kl_kinds():
+def test_other_tables():
+    assert set(tables.LOGGERS) == set(SINKS)
+    assert (CONTROLLER_POOL.name, REWARD_POOL.name) == cluster.HELPER_POOLS
+    assert set(cluster.ROLES) == set(PLACES)
+    assert set(tables.IMPORTANCE_WEIGHTS) == set(IMPORTANCE_WEIGHTS.names)
+    assert set(tables.REJECTIONS) == set(REJECTIONS.names)
+    assert set(tables.RATIO_REJECTIONS) == {name for name in REJECTIONS.names if name.endswith("k1")}
     assert set(tables.AGGREGATIONS) == set(aggregation.AGGREGATIONS)
     assert set(tables.KL_KINDS) == set(kl.KL_KINDS)
     assert tables.FULL_KL == kl.FULL
 
 
-@pytest.mark.parametrize(
-    ("column", "known"),
-    [("reward_components", tables.READS_COMPONENTS), ("sum_pi_squared", tables.READS_SQUARES)],
-)
-def test_estimators_that_read_a_column(column, known):
-    assert {name for name in ADVANTAGES.names if column in ADVANTAGES.find(name).columns} == known
-
-
-def test_loggers():
-    assert set(tables.LOGGERS) == set(SINKS)
-
-
-def test_roles_and_the_pools_of_every_run():
-    assert (CONTROLLER_POOL.name, REWARD_POOL.name) == cluster.HELPER_POOLS
-    assert set(cluster.ROLES) == set(PLACES)
+def test_estimators_that_read_a_column():
+    columns = {"reward_components": tables.READS_COMPONENTS, "sum_pi_squared": tables.READS_SQUARES}
+    for column, known in columns.items():
+        assert {name for name in ADVANTAGES.names if column in ADVANTAGES.find(name).columns} == known
 
 
 def test_lookup():
@@ -65,3 +63,42 @@ def test_lookup():
     assert tables.needs("mine.py:estimator") is None
     assert tables.loss_options("vanilla") == ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
     assert tables.loss_options("mine.py:loss") is None
+
+
+MEANT = """
+optim.learning_rate | A.optim.lr | optim.lr
+learning_rate | A.optim.lr
+learning-rate | A.optim.lr
+A.optim.learning_rate | A.optim.lr
+critic.optim.learning_rate | critic.optim.lr
+critic_learning_rate | critic.optim.lr
+warmup_ratio | A.optim.lr_warmup_steps_ratio
+max_grad_norm | A.optim.clip_grad
+num_generations | R.n
+n_samples_per_prompt | R.n
+orchestrator.rollouts_per_example | R.n
+max_completion_length | data.max_response_length
+generate_max_len | data.max_response_length
+num_train_epochs | trainer.total_epochs
+max_steps | trainer.total_training_steps
+output_dir | trainer.default_local_dir
+model_name_or_path | M.path | model.path
+pretrain | M.path
+beta | A.kl_loss_coef
+epsilon_high | A.clip_ratio_high
+per_device_train_batch_size | A.ppo_micro_batch_size_per_gpu | micro_batch_size_per_gpu
+max_seq_length | - | data.max_length
+"""
+
+
+@pytest.mark.parametrize(("given", "meant", "supervised"), rows(MEANT))
+def test_the_key_that_is_meant_is_named(given, meant, supervised):
+    for root, key in ((TrainConfig, meant), (SFTConfig, supervised), (RMConfig, supervised)):
+        if key not in ("", "-"):
+            assert unknown_key(full(given), keys(root)).remedy == f"did you mean {full(key)}?"
+
+
+def test_every_meaning_is_a_key_and_no_name_is():
+    known = [name for root in (TrainConfig, SFTConfig, RMConfig) for name in keys(root)]
+    for name, ends in OTHER_NAMES.items():
+        assert all(any(key == end or key.endswith(f".{end}") for key in known) for end in ends), name

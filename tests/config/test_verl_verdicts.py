@@ -1,7 +1,5 @@
 """Every key of verl's `ppo_trainer` has a verdict, and the verdict is true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -47,18 +45,12 @@ def test_the_page_has_every_key():
     assert text.count("| no verdict |") == 0
 
 
-def test_renamed_keys_lead_to_keys():
-    for name in VERL:
-        rule = rule_of(name)
-        for target in rule.now if rule is not None and name not in keys(TrainConfig) else ():
+def test_keys_of_verls_lead_to_keys_or_have_a_reason():
+    rules = {name: rule_of(name) for name in VERL if name not in keys(TrainConfig)}
+    for name, rule in rules.items():
+        for target in rule.now if rule is not None else ():
             assert target in keys(TrainConfig) or rule_of(target) is not None, (name, target)
-
-
-def test_refusals_and_reasons_are_sentences():
-    for name in VERL:
-        rule = rule_of(name)
-        if name not in keys(TrainConfig) and rule is not None and not rule.now:
-            assert str(rule) and not str(rule).endswith("."), name
+        assert rule is None or rule.now or str(rule), name
 
 
 def test_all_of_verls_defaults_are_understood(load):
@@ -126,8 +118,8 @@ A.optim.zero_indexed_step=1
 R.over_sample_rate=0.1
 R.multi_turn=true
 M.lora.lora_B_init_method=xavier_uniform
-trainer.v1.sampler.custom_sampler.path=mine.py
-trainer.v1.sampler.sync_refill_failed_groups=true
+T.v1.sampler.custom_sampler.path=mine.py
+T.v1.sampler.sync_refill_failed_groups=true
 reward.reward_model.rollout.quantization=fp8
 reward.reward_model.rollout.dtype=float16
 reward.reward_manager.name=batch
@@ -137,11 +129,10 @@ A.megatron.override_transformer_config.moe_z_loss_coeff=0.01
 REF.megatron.override_transformer_config.moe_router_topk=2
 R.dtype=float16
 R.multi_turn.tool_config_path=tools.yaml
-trainer.v1.trainer_mode=separate_async
-data.image_patch_size=14 data.datagen.path=a.py
+T.v1.trainer_mode=separate_async
+D.image_patch_size=14 D.datagen.path=a.py
 M.override_config.attention_dropout=0.1
-trainer.max_actor_ckpt_to_keep=3 trainer.max_critic_ckpt_to_keep=2
-    | contradicts trainer.max_actor_ckpt_to_keep
+T.max_actor_ckpt_to_keep=3 T.max_critic_ckpt_to_keep=2 | contradicts T.max_actor_ckpt_to_keep
 """
 
 
@@ -160,30 +151,30 @@ OTHER_NAMES = """
 critic.model.fsdp_config.param_offload=true | critic.fsdp_config.param_offload=true
 critic.fsdp.optimizer_offload=true | critic.fsdp_config.optimizer_offload=true
 critic.fsdp.ulysses_sequence_parallel_size=1 | critic.ulysses_sequence_parallel_size=1
-A.fsdp_config.mixed_precision.param_dtype=bf16 | A.fsdp_config.dtype=bf16
-A.fsdp_config.offload_policy=True | A.fsdp_config.param_offload=true A.fsdp_config.optimizer_offload=true
-A.fsdp_config.offload_policy=False A.fsdp_config.param_offload=True | A.fsdp_config.param_offload=true
+FS.mixed_precision.param_dtype=bf16 | FS.dtype=bf16
+FS.offload_policy=True | FS.param_offload=true FS.optimizer_offload=true
+FS.offload_policy=False FS.param_offload=True | FS.param_offload=true
 R.checkpoint_engine.update_weights_bucket_megabytes=64 | R.update_weights_bucket_megabytes=64
 reward.sandbox_fusion.url=http://here sandbox_fusion.max_concurrent=8
     | reward.sandbox.url=http://here reward.sandbox.max_concurrent=8
-reward_model.sandbox_fusion.memory_limit_mb=2048 | reward.sandbox.memory_limit_mb=2048
+RM.sandbox_fusion.memory_limit_mb=2048 | reward.sandbox.memory_limit_mb=2048
 reward.custom_reward_function.name=score | custom_reward_function.name=score
-trainer.max_actor_ckpt_to_keep=3 trainer.max_critic_ckpt_to_keep=3 | trainer.max_ckpt_to_keep=3
+T.max_actor_ckpt_to_keep=3 T.max_critic_ckpt_to_keep=3 | T.max_ckpt_to_keep=3
 R.mode=async | R.mode=colocate
 A.strategy=megatron model_engine=megatron | A.strategy=fsdp2
 +ray_kwargs.ray_init.runtime_env.env_vars.A='1' ray_kwargs.ray_init.num_cpus=4
-    | trainer.cluster.ray_init={runtime_env: {env_vars: {A: '1'}}, num_cpus: 4}
+    | T.cluster.ray_init={runtime_env: {env_vars: {A: '1'}}, num_cpus: 4}
 A.megatron.param_offload=True A.megatron.override_transformer_config.recompute_granularity=selective
-    | A.fsdp_config.param_offload=true
-trainer.n_gpus_per_node=2 A.megatron.tensor_model_parallel_size=2 A.megatron.pipeline_model_parallel_size=1
-    | A.fsdp_config.tensor_parallel_size=2
-R.seed=7 A.data_loader_seed=8 | trainer.seed=7 data.seed=7
-A.data_loader_seed=8 A.shuffle=true | trainer.seed=8
-A.fsdp_config.seed=9 | trainer.seed=0
-A.fsdp_config.seed=9 A.fsdp_config.full_determinism=true | trainer.seed=9
-R.prompt_length=512 data.max_prompt_length=512 | data.max_prompt_length=512
-actor_rollout_ref.nccl_timeout=77 | trainer.timeouts.collective=77.0
-A.fsdp_config.model_dtype=bfloat16 | A.fsdp_config.model_dtype=bf16
+    | FS.param_offload=true
+T.n_gpus_per_node=2 A.megatron.tensor_model_parallel_size=2 A.megatron.pipeline_model_parallel_size=1
+    | FS.tensor_parallel_size=2
+R.seed=7 A.data_loader_seed=8 | T.seed=7 D.seed=7
+A.data_loader_seed=8 A.shuffle=true | T.seed=8
+FS.seed=9 | T.seed=0
+FS.seed=9 FS.full_determinism=true | T.seed=9
+R.prompt_length=512 D.max_prompt_length=512 | D.max_prompt_length=512
+actor_rollout_ref.nccl_timeout=77 | T.timeouts.collective=77.0
+FS.model_dtype=bfloat16 | FS.model_dtype=bf16
 """
 
 
@@ -194,7 +185,7 @@ def test_other_names_and_values(loaded, given, values):
 
 NOTHING = """
 A.megatron.override_transformer_config.moe_z_loss_coeff=0.0 A.megatron.virtual_pipeline_model_parallel_size=2
-reward.reward_model.enable=false reward_model.enable=false
+reward.reward_model.enable=false RM.enable=false
 """
 
 
@@ -207,7 +198,7 @@ IDLE = """
 A.optim.min_lr=1e-7 | A.optim.lr_decay_style=linear
 A.optim.lr_wsd_decay_style=exponential | A.optim.lr_decay_style=WSD
 F.max_inflight_gen_batches=2 | F.enable=true
-reward_model.max_length=4096 | reward_model.enable=true
+RM.max_length=4096 | RM.enable=true
 A.megatron.override_transformer_config.moe_aux_loss_coeff=0.01
     | A.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss
 """
@@ -261,13 +252,9 @@ def test_former_names_are_found_in_old_configs():
 
 
 def _plain(value):
-    if isinstance(value, tuple):
-        return list(value)
-    return (
-        {"AdamW": "adamw", "fsdp": "fsdp2", "all-linear": ["all-linear"]}.get(value, value)
-        if isinstance(value, str)
-        else value
-    )
+    names = {"AdamW": "adamw", "fsdp": "fsdp2", "all-linear": ["all-linear"]}
+    value = names.get(value, value) if isinstance(value, str) else value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def test_defaults_that_are_others_in_verl_are_listed():

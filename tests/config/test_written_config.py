@@ -1,7 +1,5 @@
 """What is written of a config: every key with its value, except values from the environment and secrets."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import stat
@@ -66,7 +64,7 @@ def test_a_value_from_the_environment_stays_a_reference(words, tmp_path, given, 
     assert to_dict(again) == to_dict(pickle.loads(pickle.dumps(config))) == tree
 
 
-def test_a_value_by_way_of_another_key(words: list[str]) -> None:
+def test_a_value_by_way_of_another_key(words):
     keys = ["trainer.project_name=${oc.env:SECRET}", KWARGS + ".key=${trainer.project_name}"]
     config = _config(words, *keys, "trainer.experiment_name=x${oc.select:trainer.project_name}")
     assert config.trainer.experiment_name == "x" + SECRET
@@ -88,7 +86,7 @@ def test_a_secret_that_is_given_as_it_is_is_left_out_and_must_be_given_again(wor
     assert changes(tree, config) == []
 
 
-def test_secrets_in_a_list_are_left_out(words: list[str]) -> None:
+def test_secrets_in_a_list_are_left_out(words):
     config = _config(words, KWARGS + ".api_key=[sk-the-first-of-two, {a: plain}]")
     assert at_key(to_dict(config), KWARGS) == {"api_key": [LEFT_OUT, {"a": "plain"}]}
 
@@ -98,20 +96,20 @@ def test_secrets_in_a_list_are_left_out(words: list[str]) -> None:
     ["algorithm.adv_estimator=${oc.env:SHORT}", "trainer.seed=${oc.env:SHORT}", 
      "trainer.logger=['${oc.env:SHORT}']", "trainer.resume_mode=${oc.env:SHORT}"],
 )  # fmt: skip
-def test_an_error_shows_the_reference_however_short_the_value(words: list[str], given: str) -> None:
+def test_an_error_shows_the_reference_however_short_the_value(words, given):
     with pytest.raises(ConfigErrors) as errors:
         _config(words, given)
     (error,) = errors.value.errors
     assert error.field == given.partition("=")[0] and "${oc.env:SHORT}" in str(error.got)
 
 
-def test_an_error_of_a_rule_shows_no_value_in_any_of_its_parts(words: list[str]) -> None:
+def test_an_error_of_a_rule_shows_no_value_in_any_of_its_parts(words):
     with pytest.raises(ConfigErrors) as errors:
         _config(words, "trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/${oc.env:SECRET}")
     assert SECRET not in str(errors.value)
 
 
-def test_a_variable_that_is_not_set_is_an_error_of_the_key_that_names_it() -> None:
+def test_a_variable_that_is_not_set_is_an_error_of_the_key_that_names_it():
     tree = {"a": "${oc.env:TANDEM_NOT_THERE}", "b": 1, "c": {"d": "${b}", "e": "${a}"}}
     assert (resolved(tree, "b"), resolved(tree, "c.d"), resolved(tree, "c.x")) == (1, 1, None)
     for name in ("a", "c.e", "c"):
@@ -126,7 +124,7 @@ def _folder(tmp_path: Path, tree: dict[str, Any]) -> Path:
     return tmp_path / "run" / "checkpoints" / "step_000001"
 
 
-def test_a_folder_that_has_the_value_goes_on_under_the_reference(words: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_has_the_value_goes_on_under_the_reference(words, tmp_path):
     """A run folder of an earlier version contains the value; a changed value is detected but not shown."""
     then = _config(words, f"{KWARGS}.api_key={SECRET}").model_dump(mode="json")
     now = _config(words, KWARGS + ".api_key=${oc.env:SECRET}")
@@ -138,7 +136,7 @@ def test_a_folder_that_has_the_value_goes_on_under_the_reference(words: list[str
     assert len(changes(to_dict(now), _config(words, KWARGS + ".api_key=${oc.env:SHORT}"))) == 1
 
 
-def test_who_resumes_is_told_what_cannot_be_compared(words: list[str], tmp_path: Path) -> None:
+def test_who_resumes_is_told_what_cannot_be_compared(words, tmp_path):
     config = _config(
         words, "data.train_batch_size=${oc.decode:${oc.env:COUNT}}", "trainer.project_name=${oc.env:SHORT}"
     )
@@ -147,13 +145,13 @@ def test_who_resumes_is_told_what_cannot_be_compared(words: list[str], tmp_path:
     assert len(said) == 1 and "data.train_batch_size" in said[0] and "project_name" not in said[0]
 
 
-def test_tracked_names() -> None:
+def test_tracked_names():
     names = {"run-${oc.env:A}-x": "run-A-x", "${oc.decode:${oc.env:N}}": "N", "${a.b}": "a.b"}
     assert {written: tracked_name("value", written) for written in names} == names
     assert tracked_name("a-$b", "a-$b") == "a-$b"
 
 
-def test_texts_are_masked_in_the_forms_that_a_value_takes() -> None:
+def test_texts_are_masked_in_the_forms_that_a_value_takes():
     hide("multi\nline 'secret'", "<mark>")
     hide("short", "<mark>")
     for text in ("multi\nline 'secret'", repr("multi\nline 'secret'"), '{"a": "multi\\nline \'secret\'"}'):
@@ -162,7 +160,7 @@ def test_texts_are_masked_in_the_forms_that_a_value_takes() -> None:
     assert "line" not in str(DataError("no", got="multi\nline 'secret'"))
 
 
-def test_of_a_hidden_value_within_another_nothing_is_left() -> None:
+def test_of_a_hidden_value_within_another_nothing_is_left():
     hide("hidden-inside", "<inner>")
     hide("before-hidden-inside-after", "<outer>")
     assert masked("a before-hidden-inside-after b hidden-inside c") == "a <outer> b <inner> c"

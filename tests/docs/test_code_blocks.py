@@ -1,10 +1,4 @@
-"""Tests of all code blocks in README, pages and docstrings.
-
-Python blocks are executed. Shell lines must be accepted by the commands. A block that is not
-executed must give a reason, and the number of these blocks is limited.
-"""
-
-from __future__ import annotations
+"""All code blocks of README, pages and docstrings: Python is run, and the commands accept shell lines."""
 
 import ast
 import re
@@ -25,25 +19,13 @@ from docs.entries import ROOT
 from docs.expand import help_of
 from tandem.api.training import _loaded
 from tandem.cli.main import COMMANDS
-from tandem.config.load import (
-    load_eval_config,
-    load_generate_config,
-    load_rm_config,
-    load_sft_config,
-    load_train_config,
-)
+from tandem.config import load as loading
 from tandem.config.sources import split_arguments
 from tandem.errors import ConfigError, ConfigErrors
 from tests.support.tiny import make_model
 
-PAGES = sorted(
-    [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *(ROOT / "docs").rglob("*.md"),
-        *ROOT.glob("examples/*/README.md"),
-    ]
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = sorted([*PAGES, *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*/README.md")])
 ELSEWHERE = {
     "README.md": "tests/e2e/test_readme.py",
     "docs/from-python.md": "tests/e2e/test_readme.py",
@@ -71,12 +53,12 @@ def of(page: Path, *languages: str) -> list[Block]:
     ]
 
 
-def test_there_are_blocks_and_each_has_a_language_that_is_known() -> None:
+def test_there_are_blocks_and_each_has_a_language_that_is_known():
     assert len(BLOCKS) > 120
     assert {block.language for block in BLOCKS} <= LANGUAGES
 
 
-def test_what_is_not_run_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_run_has_a_reason(capsys):
     left = [f"{name(block.page)}:{block.line}: {block.not_run}" for block in BLOCKS if block.not_run]
     with capsys.disabled():
         print(f"\n{len(BLOCKS)} blocks of code, {len(left)} of which nobody runs", *left, sep="\n  ")
@@ -85,7 +67,7 @@ def test_what_is_not_run_has_a_reason(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if of(p, "python") and name(p) not in ELSEWHERE], ids=name)
-def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(page, tmp_path, monkeypatch):
     """Runs the blocks of a page in order. A block that starts with a file name is saved as that file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -120,43 +102,24 @@ def stand_ins(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("page", sorted(ELSEWHERE))
-def test_pages_that_another_test_runs_are_named_there(page: str) -> None:
+def test_pages_that_another_test_runs_are_named_there(page):
     assert Path(page).name in (ROOT / ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
 LOADERS = {
-    "train": load_train_config,
-    "check": load_train_config,
-    "sft": load_sft_config,
-    "rm": load_rm_config,
-    "generate": load_generate_config,
-    "eval": load_eval_config,
+    name: getattr(loading, f"load_{name}_config") for name in ("train", "sft", "rm", "generate", "eval")
 }
+LOADERS["check"] = loading.load_train_config
 ABSENT = (
     "missing",
     "this file does not exist",
     "this folder does not exist",
     "this folder has no config.json",
-    "this folder has no tokenizer_config.json",
-    "no pool",
-    "unknown resource pool",
 )
+ABSENT += ("this folder has no tokenizer_config.json", "no pool", "unknown resource pool")
 """Messages about missing files: the lines on a page name files of the reader."""
-OTHERS = {
-    "git",
-    "cd",
-    "docker",
-    "sbatch",
-    "export",
-    "ray",
-    "srun",
-    "for",
-    "done",
-    "RANK=0",
-    "python3",
-    ".",
-    "#SBATCH",
-}
+OTHERS = {"git", "cd", "docker", "sbatch", "export", "ray", "srun", "for", "done", "python3", "."}
+OTHERS |= {"RANK=0", "#SBATCH"}
 """Programs on pages that are not part of Tandem and are not checked."""
 
 
@@ -187,9 +150,7 @@ SHELL = [
 @pytest.mark.parametrize(
     ("block", "words"), SHELL, ids=[f"{name(block.page)}:{' '.join(words)[:40]}" for block, words in SHELL]
 )
-def test_lines_of_shell_are_ones_that_the_programs_take(
-    block: Block, words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lines_of_shell_are_ones_that_the_programs_take(block, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     program, *rest = words
@@ -248,7 +209,7 @@ def assert_python(program: str, words: list[str], block: Block) -> None:
         assert words[0] in own or (ROOT / words[0]).is_file(), words
 
 
-def test_code_in_docstrings_is_python() -> None:
+def test_code_in_docstrings_is_python():
     """Checks indented blocks with an import, a class or a function; … replaces a body."""
     found = 0
     for path in sorted((ROOT / "tandem").rglob("*.py")):

@@ -1,7 +1,5 @@
 """Tests that the files in the guide to your own algorithm train, and that its messages are real."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path
@@ -56,22 +54,16 @@ def run(lab: Lab, folder: Path, command: str) -> Finished:
     return Finished(trainer, folder / "run", [])
 
 
-def test_there_is_one_of_each_kind() -> None:
-    assert list(FILES) == ["my_estimator.py", "my_loss.py", "my_kl.py", "my_weights.py", "wrong.py"]
-    assert len(RUNS) == 4
-    assert len(REFUSED) == 3
-    assert all(len(text.splitlines()) <= 30 for text in FILES.values())
-
-
 @pytest.mark.parametrize("command", RUNS, ids=lambda command: re.search(r"my_\w+", command)[0])
-def test_what_the_guide_shows_trains(command: str, lab: Lab, written: Path) -> None:
+def test_what_the_guide_shows_trains(command, lab, written):
     rows = run(lab, written, command).rows
     assert len(rows) >= 2
     assert all(math.isfinite(row["actor/loss"]) and row["actor/grad_norm"] > 0 for row in rows[-2:])
+    assert "my_loss" not in command or rows[-1]["actor/ratio_distance"] > 0
 
 
 @pytest.mark.parametrize("command", REFUSED, ids=lambda command: command.split(":")[-1])
-def test_what_is_refused_says_so_in_these_words(command: str, lab: Lab, written: Path) -> None:
+def test_what_is_refused_says_so_in_these_words(command, lab, written):
     with pytest.raises(TandemError) as caught:
         run(lab, written, command)
     shown = COMMANDS[command]
@@ -80,7 +72,7 @@ def test_what_is_refused_says_so_in_these_words(command: str, lab: Lab, written:
     assert re.search(pattern, str(caught.value)), str(caught.value)
 
 
-def test_the_estimator_is_what_its_docstring_says(written: Path) -> None:
+def test_the_estimator_is_what_its_docstring_says(written):
     spec = advantage_estimator(str(written / "my_estimator.py:median_baseline"))
     columns = {
         "token_level_rewards": torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 7.0, 5.0]),
@@ -90,9 +82,3 @@ def test_the_estimator_is_what_its_docstring_says(written: Path) -> None:
     }
     found = spec(columns, scale=3.0).advantages
     assert found.tolist() == [0, 3 * (1 - 2), 0, 0, 0, 3 * (7 - 2), 0]
-
-
-def test_the_losss_metric_has_the_name_given(lab: Lab, written: Path) -> None:
-    (command,) = (command for command in RUNS if "my_loss" in command)
-    row = run(lab, written, command).rows[-1]
-    assert row["actor/ratio_distance"] > 0

@@ -21,29 +21,14 @@ from tandem.models.policy import PolicyModel
 from tandem.protocol import Ragged
 
 CPU = torch.device("cpu")
+NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SHAPES = {
-    "wide": {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 6, "num_key_value_heads": 2},
-    "flat": {
-        "hidden_size": 128,
-        "intermediate_size": 160,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-    },
-    "one key head": {
-        "hidden_size": 64,
-        "intermediate_size": 384,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    },
-}
-SHAPES["device"] = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+    name: dict(zip(NAMES, sizes, strict=False))
+    for name, sizes in {
+        "wide": (96, 256, 6, 2), "flat": (128, 160, 8, 8),
+        "one key head": (64, 384, 4, 1, 32), "device": (512, 1024, 8, 2, 64),
+    }.items()
+}  # fmt: skip
 KINDS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
 LENGTHS = {"equal": [65] * 6, "spread": [301, 64, 200, 17, 650, 2], "long": [1025]}
 
@@ -108,15 +93,8 @@ def inputs_of(lengths):
 def decoder_of(kind, shape, layers=1):
     sizes = SHAPES[shape]
     width = 16 if kind == "qwen3" else sizes["hidden_size"] // sizes["num_attention_heads"]
-    return Decoder(
-        layers=layers,
-        hidden=sizes["hidden_size"],
-        intermediate=sizes["intermediate_size"],
-        heads=sizes["num_attention_heads"],
-        key_heads=sizes["num_key_value_heads"],
-        head_width=sizes.get("head_dim", width),
-        head_norms=kind == "qwen3",
-    )
+    counts = (sizes[name] for name in NAMES[:4])
+    return Decoder(layers, *counts, head_width=sizes.get("head_dim", width), head_norms=kind == "qwen3")
 
 
 def setup_of(inputs, dtype, **more):
@@ -130,35 +108,33 @@ def setup_of(inputs, dtype, **more):
     )
 
 
+KEPT = [("qwen2", "wide"), ("qwen3", "flat"), ("llama", "one key head")]
+KEPT += [long("mistral", "flat"), long("qwen3", "wide")]
+
+
 def per_layer(kind, shape, dtype, mode, inputs, rank=0):
     few, many = (kept(policy_of(kind, shape, layers, dtype, mode, rank), inputs) for layers in (2, 5))
     return (many - few) / 3 / inputs.packing.tokens
 
 
+def assert_kept(kind, shape, dtype, lengths, rank=0):
+    inputs = inputs_of(LENGTHS[lengths])
+    decoder, setup = decoder_of(kind, shape), setup_of(inputs, dtype, lora_rank=rank)
+    for mode in ("none", "ops", "full"):
+        found = per_layer(kind, shape, dtype, mode, inputs, rank)
+        assert kept_bytes(decoder, setup, mode) == pytest.approx(found, rel=0.15), mode
+
+
 @pytest.mark.parametrize("lengths", [long("equal"), "spread", long("long")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        *(("qwen2", "wide"), ("qwen3", "flat"), ("llama", "one key head")),
-        *(long("mistral", "flat"), long("qwen3", "wide")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "shape"), KEPT)
 def test_what_a_layer_keeps(kind, shape, dtype, lengths):
-    inputs = inputs_of(LENGTHS[lengths])
-    decoder, setup = decoder_of(kind, shape), setup_of(inputs, dtype)
-    for mode in ("none", "ops", "full"):
-        found = per_layer(kind, shape, dtype, mode, inputs)
-        assert kept_bytes(decoder, setup, mode) == pytest.approx(found, rel=0.15), mode
+    assert_kept(kind, shape, dtype, lengths)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_a_layer_with_adapters_keeps(dtype):
-    inputs = inputs_of(LENGTHS["long"])
-    decoder, setup = decoder_of("qwen2", "wide"), setup_of(inputs, dtype, lora_rank=8)
-    for mode in ("none", "ops", "full"):
-        found = per_layer("qwen2", "wide", dtype, mode, inputs, rank=8)
-        assert kept_bytes(decoder, setup, mode) == pytest.approx(found, rel=0.15), mode
+    assert_kept("qwen2", "wide", dtype, "long", rank=8)
 
 
 @pytest.mark.gpu
@@ -201,11 +177,10 @@ def test_saved_tensors_are_what_is_kept():
 
     layer = policy.decoder.layers[1]
     layer.forward = partial(run, layer, layer.forward)
-    out = policy(inputs, frozenset({"log_probs"}))
+    assert policy(inputs, frozenset({"log_probs"}))
     found = sum(storages.values()) / inputs.packing.tokens
-    assert out and kept_bytes(
-        decoder_of("qwen2", "wide"), setup_of(inputs, torch.float32), "none"
-    ) == pytest.approx(found, rel=0.02)
+    expected = kept_bytes(decoder_of("qwen2", "wide"), setup_of(inputs, torch.float32), "none")
+    assert expected == pytest.approx(found, rel=0.02)
 
 
 QWEN = Decoder(28, 1536, 8960, 12, 2, 128)
@@ -213,11 +188,7 @@ QWEN = Decoder(28, 1536, 8960, 12, 2, 128)
 
 
 def test_figures_of_a_known_model():
-    """By hand, in bf16.
-
-    Two norms have 8 bytes per feature and 4 more. Attention has 2·(2·1536 + 2·256) + 4·12. The MLP has four
-    times 2·8960.
-    """
+    """Two norms: 8 bytes per feature and 4. Attention: 2·(2·1536 + 2·256) + 4·12. The MLP: 4 · 2·8960."""
     setup = Setup(itemsize=2)
     assert kept_bytes(QWEN, setup, "none") == 2 * (8 * 1536 + 4) + 7168 + 48 + 71680
     assert kept_bytes(QWEN, setup, "full") == 3072

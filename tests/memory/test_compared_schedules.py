@@ -1,7 +1,5 @@
 """Schedules of generation and training, against a simulation of both sides."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,26 +13,20 @@ from tandem.config.load import load_train_config
 from tandem.errors import ConfigError
 from tandem.memory.device_file import Device
 from tandem.memory.plan import GIB, Plan, plan
-from tandem.memory.schedules import Schedule, chosen, compare
+from tandem.memory.schedules import chosen, compare
 from tandem.memory.seconds import Lengths, Rates
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock, Stages
+from tests.memory.test_plan import BASE
+from tests.support.words import words as full_words
 
-BASE = (
-    "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B",
-    *("algorithm.adv_estimator=grpo", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.n=8"),
-    *("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"),
-    *("data.max_prompt_length=1024", "data.max_response_length=1024"),
-    "actor_rollout_ref.actor.use_dynamic_bsz=true",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
-)
+LENGTHS = Lengths(np.full(64, 1024), np.full((64, 8), 1024))
 
 
 def simulated(stages: Stages, *, ahead: bool, steps: int = 200) -> tuple[float, dict[str, float]]:
-    """Simulate a step. Return its seconds, and the share of it that each side waits.
+    """Simulate steps. Return the seconds of one, and the share of it that each side waits.
 
-    Each side does one thing at a time. Weights are transferred when both sides are free. Training uses
-    responses when they are complete.
+    Each side does one thing at a time. Weights are transferred when both are free.
     """
     free, busy = {"training": 0.0, "rollout": 0.0}, {"training": 0.0, "rollout": 0.0}
     written: dict[int, float] = {}
@@ -62,7 +54,7 @@ def simulated(stages: Stages, *, ahead: bool, steps: int = 200) -> tuple[float, 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seconds", [(5, 3, 1), (2, 7, 0), (4, 4, 0.5)])
-def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds: tuple[float, ...], ahead: bool) -> None:
+def test_a_step_takes_what_a_simulation_of_both_sides_takes(seconds, ahead):
     stages = Stages(*seconds)
     step, waits = simulated(stages, ahead=ahead)
     assert stages.step(ahead=ahead) == pytest.approx(step, rel=0.02)
@@ -84,10 +76,8 @@ class Told:
         return plan(config, shape_of, self.device)
 
 
-def compared(
-    stages: Any, *words: str, accepts: Any = lambda keys: True, device: float = 1000.0
-) -> list[Schedule]:
-    config = load_train_config(None, [*BASE, *words], elsewhere=True).config
+def compared(stages, *words, accepts=lambda keys: True, device=1000.0):
+    config = load_train_config(None, [*BASE, *full_words(*words)], elsewhere=True).config
     return compare(config, Told(stages, device * GIB, accepts))
 
 
@@ -96,7 +86,7 @@ def ideal(config: Any, _: Any) -> Stages:
     return Stages(12 / config.trainer.devices_of("rollout"), 4 / config.trainer.devices_of("actor"), 0.0)
 
 
-def test_the_best_split_is_the_one_that_balances_both_sides() -> None:
+def test_the_best_split_is_the_one_that_balances_both_sides():
     together, apart, ahead = compared(ideal)
     assert (together.training, together.rollout, together.step) == (8, 8, 2.0)
     assert (ahead.training, ahead.rollout, ahead.step) == (2, 6, 2.0)
@@ -113,24 +103,23 @@ def test_the_best_split_is_the_one_that_balances_both_sides() -> None:
     assert set(apart.left) == {"training", "rollout"} and len(together.left) == 1
 
 
-def test_splits_suit_the_sizes_and_the_rules() -> None:
-    sizes = ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",)
-    sizes += ("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=4",)
-    _, apart, ahead = compared(ideal, *sizes)
+def test_splits_suit_the_sizes_and_the_rules():
+    _, apart, ahead = compared(ideal, "R.tensor_model_parallel_size=2 FS.tensor_parallel_size=4")
     assert apart.training == ahead.training == 4 == ahead.rollout
     tried: list[Mapping[str, Any]] = []
-    compared(
-        ideal,
-        "trainer.nnodes=2",
-        accepts=lambda keys: tried.append(keys["trainer.resource_pools"]) or len(tried) > 14,
-    )
+
+    def accepts(keys: Any) -> bool:
+        tried.append(keys["trainer.resource_pools"])
+        return len(tried) > 14
+
+    compared(ideal, "trainer.nnodes=2", accepts=accepts)
     assert {"training": (8, 4), "rollout": (4,)} in tried
     assert {"training": (4,), "rollout": (4, 8)} in tried
     with pytest.raises(ConfigError, match="no split of the devices"):
         compared(ideal, accepts=lambda keys: False)
 
 
-def test_what_does_not_fit_comes_last() -> None:
+def test_what_does_not_fit_comes_last():
     """One device for training would be fastest, but has no room for the weights and moments of a 7B model."""
 
     def costly(config: Any, _: Any) -> Stages:
@@ -141,42 +130,39 @@ def test_what_does_not_fit_comes_last() -> None:
     assert compared(costly)[1].training == 1
 
 
-def test_stages_are_the_step_taken_apart() -> None:
+def test_stages_are_the_step_taken_apart():
     config = load_train_config(None, list(BASE), elsewhere=True).config
     clock = Clock.of({}, "H100", 80, cuda=True)
     assert clock is not None
     shape = shape_of("Qwen/Qwen2.5-7B")
-    lengths = Lengths(np.full(64, 1024), np.full((64, 8), 1024))
-    whole = clock.step(config, shape, lengths)
-    stages = clock.stages(config, shape, lengths)
+    whole, stages = clock.step(config, shape, LENGTHS), clock.stages(config, shape, LENGTHS)
     assert stages.step(ahead=False) == pytest.approx(whole["step"])
     assert stages.generation == pytest.approx(whole["generate_sequences"] + whole["reward"])
     assert stages.transfer == pytest.approx(whole["weights"])
-    keys = {"trainer.resource_pools={a: [4], b: [4]}", "trainer.placement={rollout: b}"}
-    apart = load_train_config(None, [*BASE, *sorted(keys)], elsewhere=True).config
-    found = clock.stages(apart, shape, lengths)
+    pools = full_words("P={rollout: b} Q={a: [4], b: [4]}")
+    apart = load_train_config(None, [*BASE, *pools], elsewhere=True).config
+    found = clock.stages(apart, shape, LENGTHS)
     sent = 2 * (shape.matrices + shape.embedding) / 450e9
     assert found.transfer == pytest.approx(whole["weights"] + sent)
-    half = clock.step(apart, shape, lengths)
+    half = clock.step(apart, shape, LENGTHS)
     assert half["generate_sequences"] > 1.2 * whole["generate_sequences"]
     assert found.generation == pytest.approx(half["generate_sequences"] + half["reward"])
     assert found.step(ahead=False) == pytest.approx(half["step"] + sent)
 
 
-def test_rewards_belong_to_generation() -> None:
+def test_rewards_belong_to_generation():
     """A reward takes a millisecond, as was measured."""
     config = load_train_config(None, list(BASE), elsewhere=True).config
     measured = Device(Rates(1e15, 3e12), 2, {"reward": [0.0, 0.0, 0.0, 0.0, 1e-3]})
     clock = Clock.of({"NVIDIA H100 80GB": measured}, "H100", 80, cuda=True)
     assert clock is not None
-    lengths = Lengths(np.full(64, 1024), np.full((64, 8), 1024))
-    whole = clock.step(config, shape_of("Qwen/Qwen2.5-7B"), lengths)
-    stages = clock.stages(config, shape_of("Qwen/Qwen2.5-7B"), lengths)
+    run = config, shape_of("Qwen/Qwen2.5-7B"), LENGTHS
+    whole, stages = clock.step(*run), clock.stages(*run)
     assert whole["reward"] > 0.01
     assert stages.generation == pytest.approx(whole["generate_sequences"] + whole["reward"])
 
 
-def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_and_chooses(capsys):
     words = ["plan", *BASE, "--devices", "8xH100", "--schedule"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -199,9 +185,7 @@ def test_the_command_compares_and_chooses(capsys: pytest.CaptureFixture[str]) ->
         (("--fit", "8x80GB"), "exclude each other"),
     ],
 )
-def test_what_is_refused(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any, tmp_path: Any
-) -> None:
+def test_what_is_refused(words, said, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["plan", *BASE, "--schedule", *words]) == 1
     assert said in capsys.readouterr().err

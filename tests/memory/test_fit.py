@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
-from docs.memory_table import PAIRS, fitted, fitted_pair
+from docs.memory_table import EXAMPLES, PAIRS, beside_theirs, examples, fitted, fitted_pair, planned, savings
 from tandem.bench.asked import draw
 from tandem.cli.plan import shape_of
 from tandem.config.load import load_train_config
@@ -16,55 +17,31 @@ from tandem.memory.peaks import CLASSES, link_seconds, nearest_class
 from tandem.memory.plan import GIB
 from tandem.memory.seconds import Rates, Work
 from tandem.memory.timing import Clock, Judge
-from tests.memory.test_examples import PAGE
+from tests.support.words import words as full_words
 
+PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 ONE = {"tensor": [1], "sequence": [1], "stages": [1], "shards": [-1], "recompute": ["full"]}
 ONE |= {"param_offload": [False], "optimizer_offload": [False], "rollout_tensor": [1], "cache_share": [0.9]}
 ONE |= {"gradient_sync": ["once"]}
 ONE |= {"budget": [4096, 16384, 65536], "log_budget": [4096, 32768]}
+OFFLOADS = {"param_offload": [False, True], "optimizer_offload": [False, True]}
+RECOMPUTED = {"recompute": ["none", "ops", "full", "full,offload"], "gradient_sync": ["once", "each"]}
+SPLITS = {"tensor": [1, 2, 4], "sequence": [1, 2, 4], "rollout_tensor": [1, 4]}
+STAGES = {"stages": [1, 2, 4], "tensor": [1, 8], "shards": [-1, 8], "recompute": ["none", "full"]}
+CACHE = {"cache_share": [0.4, 0.9, 0.6], "optimizer_offload": [False, True], "recompute": ["none", "ops"]}
 SPACES = {
-    "offloads": (
-        "Qwen/Qwen2.5-7B",
-        8,
-        66,
-        {"param_offload": [False, True], "optimizer_offload": [False, True]},
-    ),
-    "recomputed": (
-        "Qwen/Qwen2.5-3B",
-        8,
-        40,
-        {"recompute": ["none", "ops", "full", "full,offload"], "gradient_sync": ["once", "each"]},
-    ),
-    "splits": (
-        "Qwen/Qwen2.5-7B",
-        8,
-        80,
-        {"tensor": [1, 2, 4], "sequence": [1, 2, 4], "rollout_tensor": [1, 4]},
-    ),
-    "stages": (
-        "Qwen/Qwen2.5-32B",
-        16,
-        141,
-        {"stages": [1, 2, 4], "tensor": [1, 8], "shards": [-1, 8], "recompute": ["none", "full"]},
-    ),
-    "cache": (
-        "Qwen/Qwen2.5-1.5B",
-        1,
-        40,
-        {"cache_share": [0.4, 0.9, 0.6], "optimizer_offload": [False, True], "recompute": ["none", "ops"]},
-    ),
+    "offloads": ("Qwen/Qwen2.5-7B", 8, 66, OFFLOADS),
+    "recomputed": ("Qwen/Qwen2.5-3B", 8, 40, RECOMPUTED),
+    "splits": ("Qwen/Qwen2.5-7B", 8, 80, SPLITS),
+    "stages": ("Qwen/Qwen2.5-32B", 16, 141, STAGES),
+    "cache": ("Qwen/Qwen2.5-1.5B", 1, 40, CACHE),
 }
 
 
 def _asked(model, devices, gib, *more):
-    words = [
-        f"actor_rollout_ref.model.path={model}",
-        "algorithm.adv_estimator=grpo",
-        "data.train_batch_size=128",
-    ]
-    words += ["data.max_response_length=3072", "data.max_prompt_length=1024", "actor_rollout_ref.rollout.n=8"]
-    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=64", f"trainer.nnodes={-(-devices // 8)}"]
-    words += [f"trainer.n_gpus_per_node={min(8, devices)}", *more]
+    words = full_words(f"M.path={model} G.adv_estimator=grpo D.train_batch_size=128 R.n=8")
+    words += full_words("D.max_response_length=3072 D.max_prompt_length=1024 A.ppo_mini_batch_size=64")
+    words += [f"trainer.nnodes={-(-devices // 8)}", f"trainer.n_gpus_per_node={min(8, devices)}", *more]
     config = load_train_config(None, words, elsewhere=True).config
     shape, lengths = shape_of(model), draw(config, "", "lognormal:900:2500")
     clock = Clock.of({}, None, gib, cuda=True)
@@ -127,16 +104,10 @@ def test_links_take_what_they_carry():
     config, shape, _ = _asked("Qwen/Qwen2.5-7B", 8, 80, *offloads)
     kind = CLASSES["H100"]
     own = shape.matrices + shape.embedding
-    work = {
-        "generate_sequences": Work(),
-        "update_actor": Work(calls=28 * 3 * 4),
-    }  # 4 micro-batches in 2 updates
+    work = {"generate_sequences": Work(), "update_actor": Work(calls=28 * 3 * 4)}
+    # 4 micro-batches in 2 updates; 46 GB are more than an eighth of the device
     host = (2 * 4 * own / 8 * 3 + 2 * 8 * own / 8) / kind.host
-    for sync, reductions in (
-        ("once", 2),
-        ("each", 4),
-        ("auto", 4),
-    ):  # 46 GB are more than an eighth of the device
+    for sync, reductions in (("once", 2), ("each", 4), ("auto", 4)):
         gathers = (2 * own * 8 + 4 * own * reductions) * 7 / 8 / kind.near
         synced = with_values(config, {"actor_rollout_ref.actor.fsdp_config.gradient_sync": sync})
         assert link_seconds(synced, shape, work, kind) == pytest.approx(gathers + host)
@@ -146,15 +117,12 @@ def test_where_seconds_come_from():
     assert (nearest_class(80), nearest_class(24), nearest_class(140)) == ("H100", "A10", "H200")
     config, shape, _ = _asked("Qwen/Qwen2.5-7B", 8, 80)
     timed = (config, shape, draw(config, "", ""))
-    measured = {
-        "NVIDIA H100 80GB HBM3, bfloat16": Device(Rates(7e14, 3e12), 2, {"update_actor": [2, 0, 0, 0, 0]})
-    }
+    device = Device(Rates(7e14, 3e12), 2, {"update_actor": [2, 0, 0, 0, 0]})
+    measured = {"NVIDIA H100 80GB HBM3, bfloat16": device}
     floors, named = Clock.of({}, None, 80, cuda=True), Clock.of({}, "H100", 80, cuda=True)
     known = Clock.of(measured, "H100", 80, cuda=True)
     update = floors.step(*timed)["update_actor"]
-    assert (
-        "floors" in floors.said and "default factors for H100" in named.said and "measured on" in known.said
-    )
+    assert "floors" in floors.said and "factors for H100" in named.said and "measured on" in known.said
     assert named.step(*timed)["update_actor"] > 2.9 * update
     assert known.step(*timed)["update_actor"] == pytest.approx(2 * update * 989.4 / 700)
     assert Clock.of(measured, None, 80, cuda=False) is None
@@ -170,6 +138,14 @@ def test_what_is_found_for_a_pair_fits(pair):
     assert found.seconds is not None and made.margin >= MARGIN * made.device
 
 
-@pytest.mark.slow
-def test_the_page_has_the_table():
-    assert "\n".join(fitted()) in PAGE.read_text()
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_fits(file):
+    _, _, made = planned(file)
+    assert made.fits and made.margin > 0.05 * made.device
+
+
+@pytest.mark.parametrize(
+    "rows", [examples, savings, beside_theirs, pytest.param(fitted, marks=pytest.mark.slow)]
+)
+def test_the_page_has_the_table(rows):
+    assert "\n".join(rows()) in PAGE.read_text()

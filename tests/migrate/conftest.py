@@ -1,7 +1,5 @@
 """A folder in which the files exist that converted configs name, and a loader of such configs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = "docs/measurements.md"
 
-Shown = Iterator[tuple[str, str]]
-"""Pages, and phrases that appear on them once. In a phrase, `…` stands for the rest of a table cell."""
+Shown = Iterator[tuple[str, str] | str]
+"""Pages, and phrases that appear on them once; without a page, phrases of MEASURED. `…`: rest of a cell."""
 
 
 def plain(text: str) -> str:

@@ -10,6 +10,8 @@ SECTIONS = {
     "REF": "actor_rollout_ref.ref", "V": "actor_rollout_ref.rollout.val_kwargs",
     "C": "algorithm.rollout_correction", "F": "algorithm.filter_groups",
     "P": "trainer.placement", "Q": "trainer.resource_pools", "W": "trainer.worker_classes",
+    "T": "trainer", "D": "data", "G": "algorithm", "L": "actor_rollout_ref.actor.policy_loss",
+    "FS": "actor_rollout_ref.actor.fsdp_config", "RM": "reward_model",
     "steps": "trainer.total_training_steps",
 }  # fmt: skip
 """The beginning of a key in short, and in full."""
