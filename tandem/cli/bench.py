@@ -43,9 +43,9 @@ def _bench(
     The run is the one that the config describes, with three changes: prompts
     are random tokens, responses have the lengths that you give, and rewards are
     random. The report shows the time of each phase next to the least time that
-    this device could need (its floor), and next to the figures of the users'
-    benchmark document for the same model. The results also calibrate `tandem
-    bench predict`.
+    this device could need (its floor). If the document «Compare with Verl» has
+    figures for the same model, they are shown, too. The results also calibrate
+    `tandem bench predict`.
 
     More with --help: tandem bench compare A.json B.json · tandem bench predict
     [CONFIG.yaml] key=value …

@@ -28,6 +28,11 @@ OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=Non
             "trainer.device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device"),
         ),
+        pytest.param(
+            ["trainer.device=cuda", "trainer.backend=ray"],
+            "trainer.device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device"),
+        ),
     ],
 )
 def test_the_config_is_sound_and_the_run_is_refused(

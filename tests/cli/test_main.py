@@ -38,4 +38,5 @@ def test_a_sigterm_is_an_interrupt(
 
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "no command 'trian'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no command 'trian'" in error and "did you mean train?" in error

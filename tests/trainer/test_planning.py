@@ -55,7 +55,7 @@ def test_a_run_on_ray_knows_what_its_cluster_has(gpus: bool | None, monkeypatch:
 def test_a_run_says_its_worst_moment(lab: Lab) -> None:
     (sentence,) = [line for line in lab.run("told", "trainer.device=cpu").said if "memory" in line]
     found = re.fullmatch(
-        r"memory, by plan: at worst .+, [\d.]+ MiB of ([\d.,]+) GiB free on this host: "
+        r"planned memory.+: .+, [\d.]+ MiB of ([\d.,]+) GiB free on this host: "
         r"[\d.,]+ GiB .+",
         sentence,
     )
@@ -125,7 +125,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change_first(monkeypatch: pytes
     monkeypatch.setattr(planning, "on_cpu", lambda trainer: False)
     monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " on each GPU"))
     sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
-    assert sentence.startswith("Warning: memory, by plan: at worst reshard, ")
+    assert re.match("Warning: planned memory.+: reshard, ", sentence)
     assert "of 24.0 GiB on each GPU:" in sentence and "; change first actor_rollout_ref." in sentence
     monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " on each GPU"))
     sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
