@@ -302,6 +302,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             field=str(file),
             got=f"{type(error).__name__}: {error}",
             expected="a checkpoint folder such as …/checkpoints/step_000010",
+            remedy="name a folder under RUN/checkpoints; if its manifest is damaged, name an earlier one",
         ) from error
     if digest != _digest_of(content):
         raise CheckpointError("damaged manifest", field=str(file), got=digest, expected=_digest_of(content))

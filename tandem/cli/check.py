@@ -38,7 +38,7 @@ def check(arguments: list[str]) -> int:
               log-probs of rollout and training must agree within rounding, and the weights must not change;
               otherwise the exit status is 1.
       --model DIR   test the architecture of a model folder on the CPU, with a small copy of it in float64.
-              The test has three questions. Are sequences that are packed into one row independent of each
+              The test answers three questions. Are sequences that are packed into one row independent of each
               other? Does each get the same log-probs as alone in transformers' own model, also beyond the
               model's attention windows? Can the native rollout engine run the model? The exit status is 1
               if training, or generation with the native engine, would be wrong.

@@ -26,7 +26,7 @@ def config(arguments: list[str]) -> int:
       --rm    a config of `tandem rm`
     """
     match arguments:
-        case [] | ["-h" | "--help", *_]:
+        case [] | ["-h" | "--help", *_] | ["show" | "explain", "-h" | "--help", *_]:
             print(getdoc(config))
         case ["show", *rest]:
             command = "sft" if "--sft" in rest else "rm" if "--rm" in rest else "train"
@@ -35,7 +35,10 @@ def config(arguments: list[str]) -> int:
             print("\n\n".join(explain(key) for key in (name, *more)))
         case _:
             raise ConfigError(
-                "this is not a use of `tandem config`", got=" ".join(arguments), expected=getdoc(config)
+                "unknown subcommand, or no key was given",
+                got=" ".join(arguments),
+                expected="show [CONFIG.yaml] key=value …, or explain KEY …",
+                remedy="run `tandem config --help`",
             )
     return 0
 

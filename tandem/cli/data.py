@@ -44,7 +44,10 @@ def _overview(arguments: list[str]) -> int:
     word = next(iter(arguments), None)
     if word not in ("-h", "--help"):
         raise ConfigError(
-            "unknown subcommand of `tandem data`", got=word or None, expected=", ".join(ACTIONS)
+            "unknown subcommand of `tandem data`" if word else "`tandem data` needs a subcommand",
+            got=word,
+            expected=f"one of {', '.join(ACTIONS)}",
+            remedy="run `tandem data --help`",
         )
     lines = [f"  {example}\n      {described(work)[0].splitlines()[0]}" for work, example in ACTIONS.values()]
     print(
@@ -70,11 +73,11 @@ def _validate(words: list[str], sft: bool = False, rm: bool = False, allow: list
     tokens are counted too.
 
     Args:
-        words: data files, and key=value words as for the training
+        words: data files, and settings as for the training (key=value)
         sft: check rows for `tandem sft`, not for `tandem train`
         rm: check rows for `tandem rm`
-        allow: duplicate or role: do not report such rows, which training
-            accepts
+        allow: kind of problem that is not reported: duplicate (repeated rows)
+            or role (unusual roles of messages); training accepts both
     """
     module = import_module("tandem.offline.validate")
     if sft and rm:
@@ -118,8 +121,8 @@ def _convert(
         source: data file, folder, pattern, or hf:OWNER/NAME?…
         output: file to write, .parquet or .jsonl
         form: the format of IN; default: recognized by its columns
-        columns: prompt=YOURS,answer=YOURS: which columns of IN the format's
-            columns are
+        columns: the names of your columns in IN, as
+            prompt=YOURS,answer=YOURS
         data_source: value of data_source for all rows
         instruction: text to add after each question; default: the format's own
         skip: leave out rows that cannot be converted
@@ -151,7 +154,7 @@ def _show(words: list[str], n: Annotated[int, typer.Option("--n", min=0)] = 2, f
     tokens, and the first prompt is shown as the model gets it.
 
     Args:
-        words: data files, and key=value words as for the training
+        words: data files, and settings as for the training (key=value)
         n: number of examples
         full: show long texts in full
     """
@@ -219,7 +222,7 @@ def _split(
     Args:
         source: data file, folder, pattern, or hf:OWNER/NAME?…
         most: file to write
-        part: file for the share
+        part: file to write the share to
         share: share of each data source's rows that goes to OUT_B
         seed: the same seed gives the same files
         overwrite: replace files that exist
@@ -260,9 +263,9 @@ def _dedupe(
         output: file to write, .parquet or .jsonl
         against: data whose prompts, or near copies of them, must not occur in
             OUT
-        ngram: words per n-gram; 0: only equal rows
-        overlap: share of common n-grams from which two texts count as near
-            copies
+        ngram: words per n-gram; 0: remove only rows whose texts are the same
+        overlap: two texts are near copies if they have at least this share of
+            n-grams in common
         overwrite: replace files that exist
     """
     module = import_module("tandem.offline.parts")

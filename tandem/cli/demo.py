@@ -31,7 +31,7 @@ def demo(  # noqa: D417 - the help of `task` is above, as it lists the tasks
     """Train a small policy by reinforcement learning, on this machine, in a few minutes.
 
     Args:
-        overrides: further key=value words for the training
+        overrides: more settings for the training, as key=value
         algo: grpo, or ppo (which has a critic)
         out: folder for everything that the demo writes; default: runs/demo or runs/demo_TASK
         seed: the same seed gives the same curve

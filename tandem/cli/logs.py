@@ -39,7 +39,7 @@ def logs(
         )
     if name and name not in found:
         raise ConfigError(
-            "this run has no such log", field=str(run), got=name, expected=f"one of {', '.join(found)}"
+            "this run has no such log", field=str(run), got=name, expected=f"one of: {', '.join(found)}"
         )
     if not name:
         for log, path in found.items():

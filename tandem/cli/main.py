@@ -78,7 +78,10 @@ def _run(words: list[str]) -> int:
         print(usage())
         return 0
     if words[0] not in COMMANDS:
-        import_module("tandem.observability.terminal").warn(f"tandem: no command {words[0]!r}\n\n{usage()}")
+        near = import_module("difflib").get_close_matches(words[0], COMMANDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        warn = import_module("tandem.observability.terminal").warn
+        warn(f"tandem: no command {words[0]!r}{hint}\n\n{usage()}")
         return 2
     if words[1:2] in (["-h"], ["--help"]):
         print(import_module("tandem.cli.guide").guide(words[0]))

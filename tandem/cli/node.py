@@ -78,24 +78,28 @@ def node(arguments: list[str]) -> int:
     ) -> None:
         """Join this machine to a Ray cluster.
 
-        Run the command on every machine, with the same words. The environment gives RANK (0: the head) and
-        MASTER_PORT (the head's port). The machines find the head's address in a shared file. Rank 0 runs
-        COMMAND with RAY_ADDRESS set and exits with its status; without COMMAND it waits for a signal. The
-        other ranks stay until the head is gone.
+        Run the command on every machine, with the same arguments. The
+        environment variables RANK (0: the head) and MASTER_PORT (the head's
+        port) must be set. The machines find the head's address in a shared
+        file. Rank 0 runs COMMAND with RAY_ADDRESS set and exits with its
+        status; without COMMAND it waits for a signal. The other ranks stay
+        until the head is gone.
 
-        Signals go to COMMAND. The other ranks then stay for --grace seconds, because the head may still have
-        to save. All processes end with this command.
+        Signals go to COMMAND. The other ranks then stay for --grace seconds,
+        because the head may still have to save. All processes end with this
+        command.
 
         Args:
             head_file: the shared file; default: TANDEM_HEAD_FILE, or ./ray_head.json
             timeout: seconds within which the head must be up
             grace: how many seconds the other ranks stay after a first signal
-            address: address of this machine; default: the address with the route outward
+            address: address of this machine; default: the address that it uses to reach
+                other machines
             interface: network interface whose address to use
             num_cpus: CPUs to offer; default: all
             num_gpus: GPUs to offer; default: all
             temp_dir: folder for Ray's session files; default: Ray's own
-            ray: a further word for `ray start`; may be given several times
+            ray: an additional argument for `ray start`; may be given several times
         """
         offered = {"num-cpus": num_cpus, "num-gpus": num_gpus, "temp-dir": temp_dir}
         words = [f"--{name}={amount}" for name, amount in offered.items() if amount is not None]

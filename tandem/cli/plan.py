@@ -58,8 +58,8 @@ def plan_memory(arguments: list[str]) -> int:
            tandem plan [CONFIG.yaml] key=value … --probe [32]
            tandem plan [CONFIG.yaml] key=value … --schedule --devices 8xH100
 
-    The plan needs only the config: neither the model's weights nor the data have to be here, except for
-    --probe. A model that is not here is known by its name, such as Qwen/Qwen2.5-7B.
+    The plan needs only the config. Only --probe also needs the model's weights and the data on this machine.
+    For a model that is not on this machine, give its name, such as Qwen/Qwen2.5-7B.
       --device SIZE     memory of one device; default: 80GB, or with trainer.device=cpu this machine's memory
       --devices NxSIZE  number and memory of the devices, 8 per node at most; sets the keys for their number
       --fit NxSIZE      find the fastest config that fits these devices; only parallel sizes, token budgets,
@@ -67,9 +67,9 @@ def plan_memory(arguments: list[str]) -> int:
       --out FILE        file for the config of --fit; default: fit-NxSIZE.yaml
       SIZE may be a kind of device, whose speeds are then used: A10, A100-40, A100, H100, H200
       --lengths, --prompt-lengths  lengths for the predicted times, as of tandem bench; default: the longest
-      --probe [N]       answer and score N prompts (32) as the run would; show the fraction of groups that
-                        would teach something, response lengths and times. The run folder is not changed
-      --probe-seconds S limit of the sampling time, judged by the pace of the first few prompts; default: 600
+      --probe [N]       answer and score N prompts (32) as the run would; show the share of groups that would
+                        teach something, response lengths and times. The run folder stays as it is
+      --probe-seconds S time limit for sampling; a few prompts are always answered; default: 600
       --schedule        compare three schedules, each with its best split: generation and training on the same
                         devices, on separate devices, and at the same time
       --json            print the plan as JSON

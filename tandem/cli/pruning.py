@@ -60,7 +60,7 @@ def doomed(run: Run) -> list[Doomed]:
         require_inside(path, run.path)
     newest = next((step for step in sorted(checkpoints, reverse=True) if _is_whole(checkpoints[step])), None)
     kept = {newest, _best(run)}
-    why = f"not the newest, {newest}" + ("" if len(kept) == 1 else ", nor the best")
+    why = f"not the newest checkpoint (step {newest})" + ("" if len(kept) == 1 else ", nor the best")
     return [
         Doomed(path, run.path, why, bytes_below(path))
         for step, path in checkpoints.items()

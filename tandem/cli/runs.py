@@ -152,7 +152,8 @@ def _prune(folders: Folders = None, yes: bool = False) -> None:
         say(f"{_size(each.bytes):>9}  {each.path}  {each.why}")
     total = _size(sum(each.bytes for each in going))
     if not yes:
-        say(f"{len(going)} folders, {total}; nothing was deleted, add --yes to delete them")
+        count = f"{len(going)} {'folder' if len(going) == 1 else 'folders'}"
+        say(f"{count}, {total}; nothing was deleted, add --yes to delete them")
         return
     gone = []
     for each in going:

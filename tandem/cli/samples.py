@@ -41,7 +41,8 @@ def samples(
         step: the step; default: the last step with samples
         worst: show the lowest scores first
         best: show the highest scores first
-        prompt: only prompts that contain this text, or have this uid
+        prompt: only prompts that contain this text, or have this uid (the id
+            before # in the first line of a sample)
         n: number of samples; default: 4, or all with --json
         val: show the validation after that step
         full: show long texts in full

@@ -15,7 +15,7 @@ from tandem.texts import parse_json
 
 @command
 def stacks(run: Path) -> None:
-    """Print the Python stacks of all processes of a run, which continues undisturbed.
+    """Print the Python stacks of all processes of a run, without disturbing the run.
 
     Args:
         run: the run folder

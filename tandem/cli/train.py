@@ -22,16 +22,16 @@ def train(arguments: list[str]) -> int:
     usage: tandem train [CONFIG.yaml] key=value … [--dry-run]
            tandem train --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
 
-    `tandem config show` lists all keys; values are YAML. You can use the words of a verl command line: all
-    words after `-m verl.trainer.main_ppo` work here too, including --config-path and --config-name.
+    `tandem config show` lists all keys; values are YAML. You can use a verl command line: all
+    arguments after `-m verl.trainer.main_ppo` work here too, including --config-path and --config-name.
       --dry-run   print the resolved config and the sizes that follow from it, and stop
       --from-verl SCRIPT.sh [-- ARGUMENTS…]
                   read the settings from a shell script that calls verl. bash runs the script with verl's
-                  trainer replaced; a table shows the settings of the call. Words key=value that you add
-                  override them. ARGUMENTS are the arguments of the script ("$@"). Of the script's other
+                  trainer replaced; a table shows the settings of the call. Settings key=value that you
+                  add override them. ARGUMENTS are the arguments of the script ("$@"). Of the script's other
                   commands, only programs that print are run, and the rest is listed. The script cannot
                   change files or use the network
-      --call N    use the script's N-th call of verl, if it has several
+      --call N    if the script calls verl several times, use the N-th call
       --script-limit SECONDS   how long reading the script may take
     Ctrl-C or SIGTERM stops the run after the current step: the step is saved, and the exit status is 130. A
     second signal stops the run at once.

@@ -41,7 +41,8 @@ def view(
                 "this port cannot be used",
                 field="--port",
                 got=f"{port} ({error})",
-                remedy="choose another port",
+                expected="a free port",
+                remedy="choose another port, or leave out --port to use any free port",
             ) from error
         with server:
             say(f"{server.url}\nruns: {len(shelf.runs())}; press Ctrl-C to stop")

@@ -61,7 +61,7 @@ class Loaded(Generic[C]):
     def messages(self) -> tuple[str, ...]:
         """The notices, and sentences about the defaults."""
         chosen = "; ".join(f"{name}={shown(value)} ({why})" for name, (value, why) in self.chosen.items())
-        fits = (f"chosen for this run, because you did not set them: {chosen}",) if chosen else ()
+        fits = (f"Tandem chose these settings, because you did not set them: {chosen}",) if chosen else ()
         return self.notices + fits + ((self.other_defaults,) if self.other_defaults else ())
 
 

@@ -60,7 +60,10 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
     learnt = [change for change in changed if change.key in refused]
     free = [f"{each.key} ({each.then}, now {each.now})" for each in changed if each.key not in refused]
     if free:
-        say(f"Changed since {checkpoint}, only in where, how fast or how long it runs: {', '.join(free)}.")
+        say(
+            f"Changed since {checkpoint}: {', '.join(free)}. "
+            "These settings affect where, how fast or how long the run goes, but not what it learns."
+        )
     if learnt and not allowed:
         raise ConfigError(
             f"the run in this folder used different settings for learning\n{side_by_side(learnt)}",
@@ -71,7 +74,7 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
             "trainer.resume_with_changes=true to continue from its checkpoint anyway",
         )
     if learnt:
-        say(f"Changed since {checkpoint}, with an effect on what is learned:\n{side_by_side(learnt)}")
+        say(f"Changed since {checkpoint}. These settings affect what is learned:\n{side_by_side(learnt)}")
 
 
 def changes(then: Mapping[str, Any], config: Section) -> list[Change]:

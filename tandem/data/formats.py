@@ -99,7 +99,13 @@ def open_file(path: Path, cache: Path | None) -> File:
     except UNREADABLE as error:
         raise unreadable(path, error) from error
     if file is None or not file.rows:
-        raise DataError("the data file is empty", field=str(path), got="0 rows", expected="at least one row")
+        raise DataError(
+            "the data file is empty",
+            field=str(path),
+            got="0 rows",
+            expected="at least one row",
+            remedy="write rows to this file, or name another file",
+        )
     return file
 
 
@@ -296,5 +302,6 @@ def unreadable(path: Path, error: Exception) -> DataError:
         expected=_READABLE,
         remedy="fix the row; if a column needs values of different types, write all of them as text"
         if isinstance(error, RowError)
-        else "write the file again; it may be incomplete or have another format",
+        else "write the file again; it may be incomplete, or its format may not match the end of its name "
+        "(.parquet, .arrow, .json, .jsonl or .csv; other names are read as parquet)",
     )

@@ -64,7 +64,7 @@ def ask_stacks(log_dir: Path) -> tuple[str, str]:
     if process["node"] != socket.gethostname():
         return name, "runs on another machine; run this command there"
     if process_start(process["pid"]) != began:
-        return name, "has ended"
+        return name, "this process has ended"
     stacks = log_dir / _STACKS
     before = stacks.stat().st_size
     os.kill(process["pid"], signal.SIGUSR1)

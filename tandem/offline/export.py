@@ -129,7 +129,8 @@ def _found(run: Path, given: Path, *, best: bool) -> Checkpoint:
         raise CheckpointError(
             "this is not a checkpoint of a run",
             field=str(given),
-            expected="RUN/checkpoints/step_NNNNNN or RUN, and a file RUN/config.yaml",
+            expected="RUN/checkpoints/step_NNNNNN, or RUN with a checkpoint and a config.yaml",
+            remedy="run `tandem runs FOLDER` to list the runs under a folder",
         )
     return found
 

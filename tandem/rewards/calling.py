@@ -128,7 +128,9 @@ def as_text(value: object) -> str:
 
 def _place(error: BaseException) -> str:
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_OURS, "<frozen importlib"))
     ]
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
     own = own or [frame for frame in frames if frame.filename == frames[0].filename]

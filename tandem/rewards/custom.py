@@ -143,7 +143,7 @@ def _module(path: str, timeout: float) -> ModuleType:
             expected="a Python file, or the dotted name of a module, that can be imported",
             remedy="raise reward.timeout, or let the file load what it needs at the first call"
             if isinstance(error, TimeoutError)
-            else None,
+            else "fix this error; Python must be able to import the file",
         ) from error
 
 

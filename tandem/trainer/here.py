@@ -84,7 +84,9 @@ def refuse(missing: list[TandemError]) -> None:
 
 
 def _device(config: RunsConfig) -> None:
-    if config.trainer.device == "cuda" and config.trainer.resolved_backend == "local":
+    trainer = config.trainer
+    here = trainer.resolved_backend == "local" or trainer.cluster.address is None  # Ray is started here
+    if trainer.device == "cuda" and here:
         import_module("tandem.device").choose_device("cuda")
 
 

@@ -173,7 +173,7 @@ def _planned(config: TrainConfig, cpu: bool) -> tuple[Plan, str]:
     else:
         device, whose = _device_here()
     made = plan(config, shape_of, device)
-    sentence = f"memory, by plan: at worst {made.at_worst(whose)}"
+    sentence = f"planned memory at the worst moment: {made.at_worst(whose)}"
     if made.fits:
         return made, sentence
     found = levers(config, lambda changed: plan(changed, shape_of, device))

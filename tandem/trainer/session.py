@@ -233,9 +233,8 @@ class Session:
         # os.write and not print, because the signal may arrive in the middle of a print.
         again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
         with suppress(OSError):  # standard error is closed, or full
-            os.write(
-                2, f"interrupted: this step is finished and saved first; {again} stops at once\n".encode()
-            )
+            sentence = f"the run finishes and saves this step, then stops; {again} stops it at once"
+            os.write(2, f"interrupted: {sentence}\n".encode())
 
     def restore(self, load: Callable[[dict[str, Any]], None], *, forget: bool = True) -> int:
         """Load the checkpoint to resume from, if there is one.

@@ -72,9 +72,8 @@ def ending(folder: Path, *, steps_taken: int) -> str:
             ends = f"first {curve[0][1]:.3f}, last {curve[-1][1]:.3f}"
             lines.append(f"{name}: {ends}, best {best:.3f} at step {step}")
     if newest is not None:
-        lines += [
-            f"model: {newest}",
-            f"next:  tandem samples {folder} --worst",
-            f"       tandem export {folder} DIR",
-        ]
+        further = [f"tandem export {folder} DIR"]
+        if not run.config or run.sample_steps():  # supervised runs write no samples
+            further.insert(0, f"tandem samples {folder} --worst")
+        lines += [f"model: {newest}", f"next:  {further[0]}", *(f"       {line}" for line in further[1:])]
     return "\n".join(lines)

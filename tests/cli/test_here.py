@@ -40,6 +40,11 @@ def missing(printed, refused, tmp_path):
             "trainer.device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device"),
         ),
+        pytest.param(
+            ["trainer.device=cuda", "trainer.backend=ray"],
+            "trainer.device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device"),
+        ),
     ],
 )
 def test_the_config_is_sound_and_the_run_is_refused(lab, tmp_path, missing, words, telling):

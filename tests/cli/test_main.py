@@ -59,7 +59,7 @@ def test_a_sigterm_is_an_interrupt(monkeypatch, typed):
 
 def test_an_unknown_command(typed):
     status, _, err = typed("trian")
-    assert status == 2 and "no command 'trian'" in err
+    assert status == 2 and "no command 'trian'" in err and "did you mean train?" in err
 
 
 @pytest.mark.parametrize(

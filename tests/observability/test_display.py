@@ -158,7 +158,7 @@ def test_a_run_shows_its_values_below_what_is_printed_and_gives_the_terminal_bac
         assert "val/accuracy" in terminal.picture
         terminal.until(lambda: "log 4" in terminal.text)
         os.kill(terminal.process.pid, signal.SIGINT)
-        terminal.until(lambda: "interrupted: this step" in terminal.text)
+        terminal.until(lambda: "interrupted: " in terminal.text)
         os.kill(terminal.process.pid, signal.SIGINT)
         assert terminal.end() == 130
         begins = next(number for number, row in enumerate(terminal.rows) if row.startswith("print 4 "))

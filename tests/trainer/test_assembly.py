@@ -100,6 +100,15 @@ def test_an_ending_says_first_last_and_best_and_the_next_command(tmp_path):
     assert ending(tmp_path, steps_taken=0).startswith(f"{tmp_path} has already taken all 3 steps: ")
 
 
+def test_a_run_without_samples_is_not_sent_to_its_samples(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.log_metrics(1, {"sft/loss": 1.0})
+    (tmp_path / "config.yaml").write_text("trainer: {seed: 0}\n", encoding="utf-8")
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    told = ending(tmp_path, steps_taken=1)
+    assert f"tandem export {tmp_path}" in told and "tandem samples" not in told
+
+
 def test_a_loss_is_best_where_it_is_lowest(tmp_path):
     folder = RunFolder(tmp_path)
     for step, loss in enumerate((3.0, 1.0, 2.0), 1):

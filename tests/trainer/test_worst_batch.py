@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tandem.trainer.planning import worst_batch
 from tests.support.runs import assert_same
@@ -15,9 +16,13 @@ def generators():
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
 
 
+def whole(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).tolist()
+
+
 def state(engine):
-    moments = [t.tolist() for slots in engine._state._slots.values() for t in slots.values()]
-    weights = {name: value.tolist() for name, value in engine.weights()}
+    moments = [whole(t) for slots in engine._state._slots.values() for t in slots.values()]
+    weights = {name: whole(value) for name, value in engine.weights()}
     return weights, moments, [p.grad for p in engine.module.parameters()], engine.version
 
 

@@ -150,7 +150,8 @@ class Recomputation:
         self._tell(
             f"recomputation: {mode}: an update needs {_size(needed[mode])} of {_size(max(0, room))} free"
             + "".join(f"; {part}" for part in (*faster, *rest))
-            + f" ({self._tokens:,} tokens; {_size(free)} minus {_RESERVED[self._device.type]:.0%} reserve)"
+            + f" (for {self._tokens:,} tokens; "
+            f"{_RESERVED[self._device.type]:.0%} of {_size(free)} stay in reserve)"
         )
 
     def _needed(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> dict[Recomputed, int]:
