@@ -156,7 +156,10 @@ def _of_split(folder: Path, split: str, part: str) -> dict[str, list[str]]:
 
 
 def _snapshot(name: str, **options: Any) -> str:
-    """Return the folder of a snapshot. The import in this function takes a second and is rarely needed."""
+    """Return the local folder of a snapshot of a Hub repository.
+
+    The Hub library is imported inside this function, because the import takes a second and is rarely needed.
+    """
     return str(import_module("huggingface_hub").snapshot_download(name, **options))
 
 

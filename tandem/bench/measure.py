@@ -127,8 +127,8 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def _rows(steps: Sequence[Mapping[str, float]], work: Mapping[str, Work], rates: Rates) -> dict[str, Any]:
     """Return the figures of each phase.
 
-    The figures are the median, minimum and maximum of the seconds, the floor, and the floor as a fraction of
-    the median.
+    The figures are the median, minimum and maximum of the measured seconds, the floor (the shortest possible
+    time at the given rates), and the floor divided by the median.
     """
     floors = {phase: each.floor(rates) for phase, each in work.items() if each.operations or each.bytes}
     floors |= {"step": sum(floors.values()), "reshard": floors["weights"]}

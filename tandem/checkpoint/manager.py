@@ -117,13 +117,13 @@ class CheckpointManager:
 
         Args:
             step: number of finished training steps.
-            writers: a dict from name to a function that writes files to an empty folder, its argument.
+            writers: a dict from name to a function. The function gets an empty folder and writes files there.
             state: small state: plain values, tensors and numpy arrays.
-            metrics: metrics of the step, from which the rule for the best checkpoint reads one metric.
+            metrics: metrics of the step. One of them decides which checkpoint is the best.
 
         Raises:
-            CheckpointError: the disk is full or cannot be written, or the state has objects of other types.
-                All files of this checkpoint are removed, and all earlier checkpoints are intact.
+            CheckpointError: the disk is full or cannot be written, or the state has objects of unsupported
+                types. All files of this checkpoint are removed, and all earlier checkpoints are intact.
         """
         with self._staging(step) as folder:
             _begin(folder, writers)

@@ -30,7 +30,7 @@ def resolved(arguments: list[str], load: Load[C], options: Collection[str] = ())
     Args:
         arguments: the words of the command line.
         load: loads the config.
-        options: the command's options besides --dry-run, which are skipped.
+        options: other options of the command. This function ignores them.
 
     Raises:
         ConfigError: the config is invalid, or an option is unknown.

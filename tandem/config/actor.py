@@ -29,7 +29,7 @@ KLKind = Annotated[str, OneOf((*tables.KL_KINDS, tables.FULL_KL), own_code=True)
 
 
 def _takes(option: str, loss: str = "policy_loss.loss_mode") -> When:
-    """Return the condition that the policy loss accepts an option; assume so for a user-defined loss."""
+    """Return the condition that the policy loss accepts an option. It is true for a user-defined loss."""
 
     def applies(own: Any) -> bool:
         options = tables.loss_options(attrgetter(loss)(own))

@@ -6,7 +6,9 @@ from tandem.config.root import TrainConfig
 
 
 def derived(config: TrainConfig, *, train_rows: int | None = None) -> dict[str, int | str]:
-    """Return a dict from name to size, in the order for display. Lengths and limits are in tokens.
+    """Return the sizes that follow from a config, as a dict from name to size in display order.
+
+    Sizes are batch sizes, lengths and limits in tokens, and numbers of steps.
 
     Args:
         config: the loaded config.

@@ -285,8 +285,8 @@ def _last_moments(
 ) -> Iterator[Moment]:
     """Yield the moments at the end of an update's backward pass.
 
-    `single` are the bytes of activations in the first layer's backward, `around` the bytes of these that
-    belong to no layer, and `head_gradient` the bytes of the head's gradient.
+    `single` are the bytes of the activations that exist during the first layer's backward pass. `around` is
+    the part of `single` that is outside all layers. `head_gradient` are the bytes of the head's gradient.
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
     w, r = c * own.layer, c * own.root

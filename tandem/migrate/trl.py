@@ -82,7 +82,7 @@ def migrate(
 
 
 def _offline(key: str) -> str:
-    """Return the path of a key of `tandem train` in a config of `tandem sft` or `tandem rm`."""
+    """Convert a config key of `tandem train` to the matching key of `tandem sft` and `tandem rm`."""
     return key.removeprefix(f"{_ACTOR}.").replace(_MODEL, "model")
 
 

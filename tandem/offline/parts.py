@@ -123,7 +123,7 @@ def alike(texts: Sequence[Texts], ngram: int, overlap: float) -> Iterator[tuple[
 
 
 def _groups(keys: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the rows with the same key, for each key with several rows, in order."""
+    """Yield the rows with the same key, for each key that occurs more than once, in the order of the keys."""
     order = np.argsort(keys, kind="stable")
     for group in np.split(rows[order], np.flatnonzero(np.diff(keys[order])) + 1):
         if len(group) > 1:

@@ -177,7 +177,11 @@ def choice(
 
 
 def _letter(text: str) -> str | None:
-    """Return the letter that a text chooses: boxed, alone, announced last, or the only letter in the text."""
+    """Return the letter of the answer that a text chooses.
+
+    This is the letter in a box, the whole text if it is one letter, the letter after the last words that
+    announce an answer, or the only letter in the text.
+    """
     boxed = last_boxed(text)
     alone = (boxed or text).strip(" \n()[].!*_$`")
     if len(alone) == 1 and alone.isalpha():

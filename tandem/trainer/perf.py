@@ -60,7 +60,7 @@ def throughput(
     Args:
         seconds: `timing/PHASE` of one step, in seconds.
         metrics: The metrics of the same step. `tokens/total` and `tokens/response` are read, and
-            `sampling/response_tokens` if more was generated than is learned from.
+            `sampling/response_tokens` if more responses were generated than training uses.
         plan: The plan of the run.
         devices: The number of processes of "actor" and of "rollout".
     """

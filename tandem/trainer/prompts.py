@@ -83,7 +83,11 @@ class Prompts(BatchOrder):
             self._observation = self._data.observe(samples.select("index").union(scores.select("scores")))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: the order, the rows' digest, the waiting prompts and the sampler's state."""
+        """Return the state to save.
+
+        It holds the order of the rows, their digest, the prompts that are not used yet, and the sampler's
+        state.
+        """
         self._await_observation()
         drawn = {"sampler": self._data.sampler_state()} if self._drawn else {}
         return {**super().state_dict(), "digest": self._digest, "waiting": list(self._waiting), **drawn}

@@ -65,7 +65,7 @@ class Saver:
     _warned_no_best: bool = field(default=False, init=False)
 
     def save(self, step: int, state: dict[str, Any], metrics: Mapping[str, float], *, wait: bool) -> Path:
-        """Write a checkpoint of all members, after the previous checkpoint is complete.
+        """Write a checkpoint of all worker groups that have state, after the previous checkpoint is complete.
 
         Args:
             step: The number of the step.

@@ -66,7 +66,7 @@ def whole(run: Run, path: Path, row: int, start: int) -> dict[str, Any]:
 
 
 def _turns(messages: Any) -> list[dict[str, str]]:
-    """Return the prompt's messages. Other fields than role and content, such as tool calls, become JSON."""
+    """Return the prompt's messages. Fields other than role and content, such as tool calls, become JSON."""
     turns: Sequence[Mapping[str, Any]] = parse_json(messages) if isinstance(messages, str) else messages or ()
     found = []
     for turn in turns[:TURNS]:

@@ -158,9 +158,9 @@ def weight_observations(
 ) -> dict[str, Observation]:
     """Return the metrics of the importance weights, named `rollout_is_...`.
 
-    The high and low shares are computed from the raw weights. "Low" means below `lower`, or below 1 / upper
-    if `lower` is None. If all tokens of a sequence share one weight, maximum and minimum are of the raw
-    weights too. All other metrics are computed from the bounded weights.
+    The high share is the fraction of raw weights above `upper`. The low share is the fraction of raw weights
+    below `lower`, or below 1 / upper if `lower` is None. If all tokens of a sequence share one weight, the
+    maximum and minimum are those of the raw weights. All other metrics are computed from the bounded weights.
 
     Args:
         raw: (N) weights before the bounds.

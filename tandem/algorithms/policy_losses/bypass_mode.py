@@ -47,7 +47,7 @@ def bypass_mode(
     Raises:
         ConfigError: the loss_type is unknown.
 
-    When to use: if you want to save the forward pass that recomputes old log-probs, and the rollout's
+    When to use: if you want to avoid the forward pass that recomputes old log-probs, and the rollout's
         log-probs are accurate or corrected.
     Watch: `rollout_corr/kl` is the distance from the policy that sampled, which grows with each update of the
         batch; `actor/clip_fraction` is the share of tokens that the clip stops.

@@ -273,15 +273,15 @@ class Router:
     def _choice(self, job: _Job, free: Sequence[_Replica], share: float, leftover: bool) -> _Replica:
         """Return the replica that should get a request.
 
-        This is the replica that handles the uid (even if it has no free capacity), or the least loaded
-        replica with free capacity.
+        This is the replica that already handles the request's uid, even if it has no free capacity. If there
+        is none, it is the least loaded replica with free capacity.
 
         Args:
             job: The request.
             free: The replicas with free capacity.
             share: Each replica's equal share of all work, in tokens.
-            leftover: Whether this is the second pass. The first pass offers each replica only the requests of
-                its own uids and of unassigned uids.
+            leftover: Whether this is the second pass over the waiting requests. The first pass offers each
+                replica only the requests of its own uids and of unassigned uids.
         """
         history, least = self._history_of(job.request.uid), min(free, key=lambda replica: replica.load)
         if history.home is None or history.home.error is not None:

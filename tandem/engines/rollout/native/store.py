@@ -108,7 +108,8 @@ class Store:
         """Free the memory of the cache.
 
         Returns:
-            Whether the memory will keep its addresses. If not, the cache is dropped.
+            True if `wake` will allocate the memory at the same addresses. If false, the tensors of the cache
+            are deleted.
         """
         memory = None if self.cache is None else self.cache.memory
         if memory is None or not memory.give_back():
