@@ -177,11 +177,7 @@ def choice(
 
 
 def _letter(text: str) -> str | None:
-    """Return the letter of the answer that a text chooses.
-
-    This is the letter in a box, the whole text if it is one letter, the letter after the last words that
-    announce an answer, or the only letter in the text.
-    """
+    """Return the letter that a text chooses: boxed, alone, after "the answer is", or as the only letter."""
     boxed = last_boxed(text)
     alone = (boxed or text).strip(" \n()[].!*_$`")
     if len(alone) == 1 and alone.isalpha():

@@ -139,6 +139,8 @@ def test_a_kl_that_is_there_already_is_taken_off_like_an_estimated_one():
     got = kl.penalise(scores, distances, mask, offsets, kl_coef=0.5)
     assert got.token_level_rewards.tolist() == [0.0, -0.25, 0.875, 0.0, 1.5]
     assert got.kl.item() == pytest.approx(((0.5 + 0.25) / 2 + 1.0) / 2)
+    same = apply_kl_penalty(scores, distances, torch.zeros(5), mask, offsets, kind="k1", kl_coef=0.5)
+    assert torch.equal(same.token_level_rewards, got.token_level_rewards)
 
 
 @pytest.mark.equation("parts/AdaptiveKLController")

@@ -255,6 +255,11 @@ def steps(root):
     return sorted(int(path.name[5:]) for path in root.iterdir())
 
 
+def test_without_a_judge_only_the_last_are_kept(tmp_path):
+    manager = judged(tmp_path, None, VALUES)
+    assert steps(tmp_path) == [5, 6] and manager.best(ACCURACY) is None
+
+
 @pytest.mark.parametrize(
     ("mode", "values", "best"),
     [

@@ -126,3 +126,9 @@ def test_a_packed_weight_is_a_copy_with_the_same_products(dtype, tolerance, rows
     for out in (linear_module.packed_linear(x, packed, bias), plain):
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_repeats_bit_for_bit():
+    inputs, weight = torch.randn(300, 64), torch.randn(96, 64, requires_grad=True)
+    first, *others = [torch.autograd.grad(linear(inputs, weight).square().sum(), weight)[0] for _ in range(3)]
+    assert all(torch.equal(first, other) for other in others)

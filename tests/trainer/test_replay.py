@@ -87,6 +87,18 @@ def test_a_critic_and_a_controller_go_on_from_the_first_model(lab):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("name", ["grpo", "ppo", "two ray ranks"])
+def test_twenty_random_steps(lab, request, name):
+    words = {"ppo": PPO, "two ray ranks": "trainer.n_gpus_per_node=2"}.get(name, "")
+    if "two" in name:
+        request.getfixturevalue("ray_cluster")
+    run = make(lab, f"long {name}", words, "steps=24 trainer.save_freq=3")
+    chosen = np.random.default_rng(0).permutation(np.arange(1, 25))[:20]
+    assert [step for step in chosen.tolist() if not replay(Run(run.folder), step).equal] == []
+
+
+@pytest.mark.slow
 def test_two_ranks_on_ray(lab, ray_cluster):
     run = make(lab, "two", "trainer.n_gpus_per_node=2 steps=2 trainer.save_freq=1")
     found = replay(Run(run.folder), 2, Changes(["actor_rollout_ref.actor.entropy_coeff=0.5"]))

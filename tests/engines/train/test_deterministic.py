@@ -73,6 +73,13 @@ def test_an_operation_without_a_deterministic_kernel_is_refused(folder):
     synthetic.train(synthetic.make_engine(folder), synthetic.make_batch(), loss=PuttingLoss())
 
 
+def test_it_changes_no_weight(folder):
+    engines = [synthetic.make_engine(folder, fsdp={"full_determinism": asked}) for asked in (True, False)]
+    for engine in engines:
+        synthetic.train(engine, synthetic.make_batch(), steps=2)
+    assert synthetic.same(*map(synthetic.weights, engines))
+
+
 def three_steps(folder):
     engine = synthetic.make_engine(folder, precision="fp32", fsdp=EXACT)
     synthetic.train(engine, seven_or_three(synthetic.make_batch(torch.float32)), steps=3)

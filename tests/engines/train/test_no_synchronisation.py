@@ -121,6 +121,24 @@ def test_layers_ask_for_nothing_however_their_activations_are_kept(folder, kept,
     accumulate(engine, synthetic.SyntheticLoss(), synthetic.batch_of(precision))
 
 
+VALUES, MASK = torch.arange(4.0), torch.tensor([True, False, True, True])
+WAITS_OF_THE_HOST = {
+    "item": lambda: VALUES.sum().item(),
+    "list": VALUES.tolist,
+    "host": VALUES.cpu,
+    "places": MASK.nonzero,
+    "mask": lambda: VALUES[MASK],
+    "truth": lambda: bool(MASK.all()),
+    "sizes": lambda: VALUES.repeat_interleave(MASK.long()),
+}
+
+
+@pytest.mark.parametrize("name", WAITS_OF_THE_HOST)
+def test_the_watch_sees_a_wait(name):
+    with pytest.raises(AssertionError), no_wait():
+        WAITS_OF_THE_HOST[name]()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kept", synthetic.KEPT)
