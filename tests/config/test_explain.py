@@ -86,7 +86,7 @@ def test_show_command(capsys, required):
 
 
 def test_command_used_wrongly():
-    with pytest.raises(ConfigError, match="not a use"):
+    with pytest.raises(ConfigError, match="unknown subcommand"):
         config_command(["explian", "trainer.seed"])
 
 
