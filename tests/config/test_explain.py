@@ -72,7 +72,7 @@ def test_explain_command(capsys):
     assert config_command(["explain", "trainer.nnodes", "trainer.seed"]) == 0
     out = capsys.readouterr().out
     assert "trainer.nnodes (tandem train)" in out and "trainer.seed (tandem sft)" in out
-    with pytest.raises(ConfigError, match="not a use"):
+    with pytest.raises(ConfigError, match="unknown subcommand"):
         config_command(["explian", "trainer.seed"])
 
 
