@@ -101,7 +101,7 @@ def test_a_run_that_does_not_fit_is_told_what_to_change_first(monkeypatch):
     monkeypatch.setattr(planning, "on_cpu", lambda trainer: False)
     monkeypatch.setattr(planning, "_device_here", lambda: (24.0 * GIB, " on each GPU"))
     _, sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
-    assert sentence.startswith("Warning: memory, by plan: at worst reshard, ")
+    assert sentence.startswith("Warning: ") and "worst moment: reshard, " in sentence
     assert "of 24.0 GiB on each GPU:" in sentence and "; change first actor_rollout_ref." in sentence
     monkeypatch.setattr(planning, "_device_here", lambda: (141.0 * GIB, " on each GPU"))
     _, sentence = told(*SEVEN, "trainer.n_gpus_per_node=8")
