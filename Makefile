@@ -19,7 +19,11 @@ help: ## list the targets
 demo: $(CORE) ## train a policy to do arithmetic on this machine, in a few minutes
 	$(BIN)/tandem demo $(ARGS)
 
-test: lint ## run lint, type checks, import contracts and tests
+test: $(DEV) ## run lint, type checks, import contracts and tests
+	$(MAKE) --no-print-directory -j 2 lint quick-tests
+
+.PHONY: quick-tests
+quick-tests: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
 
 .PHONY: docs

@@ -114,6 +114,7 @@ def test_a_changed_reward_is_named_when_a_run_goes_on(model, tmp_path):
         tandem.train(model, train=ROWS, rewards=second, steps=2, out=tmp_path / "run", config=SETTINGS)
 
 
+@pytest.mark.slow
 def test_it_runs_inside_an_event_loop(model, tmp_path):
     async def cell():
         return tandem.train(model, train=ROWS, rewards=digits, steps=1, out=tmp_path / "run", config=SETTINGS)

@@ -20,6 +20,7 @@ from tests.support.warm import run
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_phase_runs_at_the_smallest_shapes(tmp_path):
     words = [sys.executable, "benchmarks/gpu.py", "--tiny", "--device", "cpu", "--deadline", "240"]
     done = run([*words, "--out", tmp_path], cwd=ROOT, timeout=280, stderr=subprocess.STDOUT)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import slow_but
 from tests.support.warm import run
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
-QUICK = ["grpo_step_vs_trl", "healthy_runs", "packing", "plan_memory", "reward_pool", "rollout_vs_hf"]
-QUICK += ["sandbox", "train_step", "viewer"]
+# the others start several cold processes, Ray, a browser or a compiler
+QUICK = ["packing", "plan_memory", "reward_pool", "rollout_vs_hf", "sandbox"]
 CHROMIUM = Path("/usr/bin/chromium")
 APART = {"gpu"}  # tests/benchmarks/test_gpu_program.py runs this script
 LIMIT_S = 280
@@ -21,7 +22,6 @@ FOREIGN |= {"_parameters", "_buffers"}
 
 
 SCRIPTS = {path.stem for path in FOLDER.glob("*.py") if 'if __name__ == "__main__":' in path.read_text()}
-LONG = sorted(SCRIPTS - APART - set(QUICK))  # these start several cold processes, Ray or a compiler
 
 
 def results() -> dict[str, tuple[int, int]]:
@@ -29,7 +29,7 @@ def results() -> dict[str, tuple[int, int]]:
     return {name: (status.st_size, status.st_mtime_ns) for name, status in files.items()}
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)])
+@pytest.mark.parametrize("name", slow_but(QUICK, sorted(SCRIPTS - APART)))
 def test_a_tiny_run(name, tmp_path):
     if name == "viewer" and not CHROMIUM.exists():
         pytest.skip("Chromium is not installed")

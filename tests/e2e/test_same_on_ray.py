@@ -53,7 +53,7 @@ CASES = [
     *(("fp32", layout) for layout in ("two colocated", "four colocated")),
     *(("adapters", layout) for layout in ADAPTED),
 ]
-QUICK = [("fp64", "rollout apart")]
+QUICK = [("fp64", "two colocated")]
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
 
 

@@ -14,6 +14,7 @@ from tandem.observability.files import whole_lines
 from tandem.observability.run import read_metrics
 from tandem.protocol import DataProto
 from tests.e2e.shop import finish, start
+from tests.support.marks import slow_but
 
 SAVING = "trainer.save_freq=1"
 
@@ -125,7 +126,7 @@ def disk(folder, size):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("size", ["4k", "16k", "28k", pytest.param("40k", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", slow_but(["4k", "16k"], ["4k", "16k", "28k", "40k"]))
 def test_a_disk_that_is_full(shop, tmp_path, size):
     """The disk is full at the start, before the first step, in it, or when samples are written."""
     with disk(tmp_path / "disk", size) as folder:
@@ -187,7 +188,7 @@ PROMPT_S = 5.0  # a reaction takes one second, but a busy machine needs longer
         ("true", [signal.SIGTERM], 0),
         ("false", [signal.SIGTERM, signal.SIGTERM], 0.3),
         ("false", [signal.SIGINT, signal.SIGTERM], 0.02),
-        ("false", [signal.SIGINT, signal.SIGTERM], 1.0),
+        pytest.param("false", [signal.SIGINT, signal.SIGTERM], 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_before_the_first_step_or_the_second_in_it_stops_at_once(

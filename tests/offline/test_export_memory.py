@@ -127,6 +127,7 @@ def same_files(*folders):
 KEPT = ("trainer.save_freq=1", "trainer.max_ckpt_to_keep=1", "trainer.total_training_steps=4")
 
 
+@pytest.mark.slow
 def test_the_best_of_a_run_is_kept_and_exported(lab, capsys):
     """The best step is chosen by the entropy, which every step has and which changes."""
     first = lab.run("all", *KEPT[::2])

@@ -10,6 +10,7 @@ from tandem import lifetime
 from tandem.errors import ConfigError, RewardError
 from tandem.rewards import Item, forkserver
 from tandem.rewards.combination import load_combine
+from tests.support.marks import slow_but
 from tests.support.refusing import refused
 
 pytestmark = pytest.mark.timeout(60)
@@ -119,7 +120,7 @@ def servers():
     return [each for each in psutil.Process().children() if "forkserver" in "".join(each.cmdline())]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(set(KINDS) - {"stops its parent"}, KINDS))
 def test_what_a_function_does_costs_its_own_score_alone(kind, tmp_path, hostile, pool):
     body, score = KINDS[kind]
     made = pool(hostile(body), num_workers=1, timeout=TIMEOUT, on_error="zero")

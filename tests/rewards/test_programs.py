@@ -10,6 +10,7 @@ from tandem.rewards import Item, check_sources, load_custom, reward_for
 from tandem.rewards.pool import Pool
 from tandem.rewards.programs import compute_score, program_in, same_text, same_value, tests_of
 from tandem.sandbox import Run
+from tests.support.marks import slow_but
 from tests.support.refusing import refused
 
 tests_of.__test__ = False
@@ -115,7 +116,7 @@ FORGED = {  # each solution claims the answer without knowing it
 }
 
 
-@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("name", slow_but(set(FORGED) - {"search the folder"}, FORGED))
 def test_an_answer_cannot_be_forged(name):
     assert scored(FORGED[name], NINETY_THREE)["passed"] == 0
     assert scored(FORGED[name], {"inputs": ["93"], "outputs": ["81"]})["passed"] == 0

@@ -15,6 +15,7 @@ from tandem.errors import ConfigError, DataError, WorkerFailure
 from tandem.protocol import DataProto
 from tandem.runtime import ResourcePool, WorkerGroup
 from tests.support.faulty import Faulty
+from tests.support.marks import slow_but
 
 RayBackend = pytest.importorskip("tandem.runtime.ray_backend", exc_type=ImportError).RayBackend
 
@@ -58,12 +59,10 @@ SAYS = {
 }
 SAYS |= dict.fromkeys(("exit", "die", "crash"), "its process died")
 SAYS |= {"stop": "no answer for", "sleep": f"the limit is {CALL_S:g} s"}
-QUICK = ("raise", "die", "sleep")
+QUICK = ("raise", "die")
 
 
-@pytest.mark.parametrize(
-    "how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.slow) for how in SAYS]
-)
+@pytest.mark.parametrize("how", slow_but(QUICK, SAYS))
 def test_one_report_in_bounded_time_and_nobody_left(backend, how):
     group = WorkerGroup(backend, Faulty, ResourcePool([2], "faulty"), role="policy")
     other = WorkerGroup(backend, Faulty, ResourcePool([1], "other"))

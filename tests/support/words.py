@@ -1,6 +1,7 @@
 """Words of a config in short form, and tables of them with one row per line."""
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -41,9 +42,16 @@ def words(*texts: str) -> list[str]:
     return [word for part in parts for word in part if word]
 
 
-def rows(table: str) -> list[Any]:
-    """Return the rows of a table for `parametrize`. Columns are divided by |; an indented line goes on."""
+def rows(table: str, quick: Collection[str] | None = None) -> list[Any]:
+    """Return the rows of a table for `parametrize`. Columns are divided by |; an indented line goes on.
+
+    With `quick`, rows whose first cell is not in it are marked slow.
+    """
     lines = re.sub(r"\n +", " ", table.strip()).split("\n")
     cells = [[cell.strip() for cell in f"{line} ".split(" | ")] for line in lines]
     width = max(map(len, cells))
-    return [pytest.param(*row, *[""] * (width - len(row)), id=row[0]) for row in cells]
+    marks = [pytest.mark.slow if quick is not None and row[0] not in quick else () for row in cells]
+    return [
+        pytest.param(*row, *[""] * (width - len(row)), id=row[0], marks=mark)
+        for row, mark in zip(cells, marks, strict=True)
+    ]

@@ -111,7 +111,10 @@ def test_ctrl_c_waits_for_its_checkpoint(lab, whole):
     assert same_weights(lab.run("ctrl_c", *BESIDE), whole)
 
 
-@pytest.mark.parametrize(("error", "left"), [(ZeroDivisionError, steps(1, 2)), (KeyboardInterrupt, steps(1))])
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [pytest.param(ZeroDivisionError, steps(1, 2), marks=pytest.mark.slow), (KeyboardInterrupt, steps(1))],
+)
 def test_an_error_lets_the_write_end_and_a_second_interrupt_does_not(lab, error, left):
     name, stop = f"stopped_{error.__name__}", Mock(side_effect=error)
     with at_step(3, stop), writes(2, lambda path: time.sleep(2.0)), pytest.raises(error):

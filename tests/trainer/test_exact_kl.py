@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.errors import RewardError, TandemError
 from tandem.workers.advantage_inputs import reward_components
 from tests.support import loop_columns
+from tests.support.marks import slow_but
 from tests.support.scorers import make_scorer
 from tests.support.words import rows
 
@@ -27,7 +28,7 @@ def exact(policy, reference, tokens):
 
 
 @pytest.mark.equation("kl/full")
-@pytest.mark.parametrize("where", ["reward", "loss"])
+@pytest.mark.parametrize("where", slow_but(["reward"], ["reward", "loss"]))
 def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab, reward, where):
     words = (REWARD, "algorithm.kl_ctrl.kl_coef=0.3") if where == "reward" else (LOSS,)
     after_one = lab.run(f"one step {where}", *words, reward, "steps=1")
@@ -71,6 +72,7 @@ def test_both_terms_at_once_and_several_updates_per_step(lab, reward):
     assert 0 < second["actor/kl_in_reward"] < second["actor/kl"] * 10
 
 
+@pytest.mark.slow
 def test_a_users_own_estimator_in_both_places(lab, reward):
     own = lab.folder / "own_kl.py"
     own.write_text("def halved(log_probs, ref_log_probs):\n    return (log_probs - ref_log_probs) / 2\n")

@@ -34,7 +34,10 @@ updates_too_far | 10 | digits | 12 | A.ppo_mini_batch_size=2 A.ppo_epochs=2 A.op
 """A warning, the step of its coming, the reward, the steps of the run, and more words."""
 
 
-@pytest.mark.parametrize(("name", "when", "reward", "steps", "words"), rows(WARNINGS))
+QUICK = {"reward_constant", "gradient_zero"}
+
+
+@pytest.mark.parametrize(("name", "when", "reward", "steps", "words"), rows(WARNINGS, QUICK))
 def test_a_warning_comes_after_a_window(lab, name, when, reward, steps, words):
     words = words.replace("COUNT", str(lab.folder / "count")).replace("SICK", str(sick.__file__))
     finished = train(lab, name, reward, int(steps), words)
@@ -45,6 +48,7 @@ def test_a_warning_comes_after_a_window(lab, name, when, reward, steps, words):
         assert [row["reward/zero_std_share"] for row in finished.rows] == [1.0] * int(steps)
 
 
+@pytest.mark.slow
 def test_an_entropy_that_collapses(lab):
     words = "data.max_response_length=1 A.optim.lr=0.02"
     finished = train(lab, "collapsed", "letter_and_parity", 3 * WINDOW, words)

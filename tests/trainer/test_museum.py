@@ -5,6 +5,7 @@ import pytest
 from tandem.errors import TandemError
 from tandem.observability.reading import Run
 from tests.support import sick
+from tests.support.marks import slow_but
 from tests.support.museum import FAULTS
 
 SOON = 2
@@ -37,9 +38,7 @@ QUICK = ("weights damaged", "top-p", "loss scale")
 """The faults in the default set of tests; the long set tries the others."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, FAULTS))
 def test_the_fault_is_named(lab, name):
     fault = FAULTS[name]
     said, step = found(lab, name, fault)

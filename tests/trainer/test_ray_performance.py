@@ -41,6 +41,7 @@ def test_roles_report_their_time(lab):
         assert row["timing/gen"] < step_s and row["timing/adv"] > 0
 
 
+@pytest.mark.slow
 def test_steps_are_not_charged_with_loading_and_saving(lab, monkeypatch):
     def slow(method: Any) -> Any:
         @functools.wraps(method)  # keeps the registration

@@ -127,6 +127,7 @@ def test_another_reward_is_what_a_plain_recomputation_gives(lab, grpo):
     assert -1 <= told["changed"]["gradient"]["cosine"] < 0.999
 
 
+@pytest.mark.slow
 def test_another_reward_may_read_what_a_run_keeps_by_name(lab, grpo):
     path, means = lab.folder / "score.py", []
     for name in ("length", "named", "batched"):

@@ -7,6 +7,7 @@ import pytest
 import tandem.viewer as viewer_package
 from tandem.observability.run import RunFolder
 from tandem.watch.trust import Cause
+from tests.support.marks import slow_but
 from tests.support.viewing import STEPS, write_viewed, write_viewed_step
 from tests.support.viewing_page import await_text, summary
 
@@ -195,8 +196,10 @@ def test_colours_follow_the_system_and_the_toggle(viewer, browser, client_of_all
     other.close()
 
 
-@pytest.mark.parametrize("name", ["overview", "samples", "sample", "time", "trust"])
-@pytest.mark.parametrize("width", [420, pytest.param(1400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", slow_but(["samples", "time"], ["overview", "samples", "sample", "time", "trust"])
+)
+@pytest.mark.parametrize("width", slow_but([420], [420, 1400]))
 def test_every_page_fits_its_width_and_names_what_can_be_used(viewer, name, width):
     viewer.page.set_viewport_size({"width": width, "height": 900})
     page = viewer.open(name, **({"id": "step_000003:1"} if name == "sample" else {}))

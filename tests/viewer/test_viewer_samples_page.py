@@ -8,6 +8,7 @@ import pytest
 from tandem.observability.run import RunFolder
 from tandem.viewer import sample
 from tests.support.hostile_texts import TEXTS
+from tests.support.marks import slow_but
 from tests.support.viewing import GROUP, STEPS, many_samples, viewing, write_viewed
 from tests.support.viewing_page import COUNT, Viewer, await_text, summary
 
@@ -123,7 +124,7 @@ TINTED["advantage"] = {2: "plus", 3: "minus", 4: "plus", 7: "plus"}
 TINTED["log-prob"] = dict.fromkeys((2, 3, 4, 6), "plus")
 
 
-@pytest.mark.parametrize("colour", TINTED)
+@pytest.mark.parametrize("colour", slow_but(["ratio", "advantage"], TINTED))
 def test_tokens_are_coloured_by_what_is_chosen(viewer, colour):
     page = viewer.open("sample", id="step_000003:1")
     page.get_by_role("combobox", name="Colour").select_option(colour)

@@ -100,8 +100,9 @@ ON_FOUR = {
     "four stages": ("five layers",),
 }
 JOURNEYS = {
-    "2 quick": {"plain": ("shards", "layers", "stages"), "adapters": ("shards", "layers")},
+    "2 quick": {"plain": ("shards", "layers")},
     "2 long": {
+        "adapters": ("shards", "layers"),
         "untied": ("shards", "layers", "stages"),
         **dict.fromkeys(("muon", "foreach", "updated on the host"), ("shards",)),
     },

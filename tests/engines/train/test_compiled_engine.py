@@ -98,6 +98,7 @@ def test_no_shape_is_compiled_anew(folder):
     assert graphs() == before
 
 
+@pytest.mark.slow
 def test_a_value_model_and_few_tokens(folder):
     """Nothing is compiled below eight tokens, and of a value model only the layers."""
     batch, loss = synthetic.make_batch(), synthetic.ValueLoss()
@@ -112,6 +113,7 @@ def test_a_value_model_and_few_tokens(folder):
     assert graphs() == before
 
 
+@pytest.mark.slow
 def test_a_rollout_runs_the_layers_as_they_are(folder):
     """A rollout calls the layers without a packing, so they run uncompiled and compute the same."""
     engines = [synthetic.make_engine(folder, fsdp=fsdp) for fsdp in ({}, COMPILED)]

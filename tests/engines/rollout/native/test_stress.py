@@ -14,10 +14,11 @@ def case(dtype, count, options, *marks):
 
 
 @pytest.mark.parametrize(("dtype", "count", "options"), [
-    case(torch.float64, 50, AHEAD | GRAPHS), case(torch.float64, 50, GRAPHS), case(torch.float32, 50, {}),
-    case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}),
-    case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}),
-    case(torch.float64, 50, {"enable_prefix_caching": False}),
+    case(torch.float64, 50, AHEAD | GRAPHS), case(torch.float64, 50, GRAPHS, pytest.mark.slow),
+    case(torch.float32, 50, {}),
+    case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}, pytest.mark.slow),
+    case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}, pytest.mark.slow),
+    case(torch.float64, 50, {"enable_prefix_caching": False}, pytest.mark.slow),
     case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
     case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
     case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
