@@ -19,6 +19,7 @@ from tests.support.warm import cold
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LIMIT_S = 150
+STEP_S = 20  # a step takes half a second, but a busy machine needs longer
 
 
 class Harm(NamedTuple):
@@ -53,12 +54,12 @@ def harmed_and_resumed(shop: Shop, name: str, harms: list[Harm], steps: int) -> 
     for number, harm in enumerate(harms):
         do(harm, words, folder)
         assert max(row["step"] for row in read_metrics(folder / "metrics.jsonl")) > number
-    last = RayRun.start(words, folder)
-    assert "resumed from" in last.ends(0, 180 + 5 * steps)
+    last, limit_s = RayRun.start(words, folder), 180 + STEP_S * steps
+    assert "resumed from" in last.ends(0, limit_s)
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     alone = RayRun.start(command(shop, f"{name}_alone", steps), shop.folder / f"{name}_alone")
-    alone.ends(0, 180 + 5 * steps)
+    alone.ends(0, limit_s)
     whole = read_metrics(shop.folder / f"{name}_alone" / "metrics.jsonl")
     for name in ("reward/mean", "actor/loss", "critic/loss", "actor/grad_norm"):
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in whole], rel=1e-4, abs=1e-6)
@@ -75,7 +76,7 @@ def test_every_worker_in_every_phase(shop):
     harms = [Harm("SIGKILL", whom[i % len(whom)], phase) for i, phase in enumerate(PHASES)]
     harms += [Harm("SIGKILL", draw.choice(whom), draw.choice(PHASES)) for _ in range(8)]
     harms += [Harm("SIGSTOP", draw.choice(whom), draw.choice(PHASES)) for _ in range(3)]
-    harmed_and_resumed(shop, "often_harmed", harms, steps=60)
+    harmed_and_resumed(shop, "often_harmed", harms, steps=30)
 
 
 def test_a_reward_function_that_does_harm(shop):
