@@ -74,9 +74,9 @@ def test_every_worker_in_every_phase(shop):
     draw = random.Random(0)
     whom = [f"{pool}_{rank}" for pool, ranks in POOLS.items() for rank in range(ranks)]
     harms = [Harm("SIGKILL", whom[i % len(whom)], phase) for i, phase in enumerate(PHASES)]
-    harms += [Harm("SIGKILL", draw.choice(whom), draw.choice(PHASES)) for _ in range(8)]
-    harms += [Harm("SIGSTOP", draw.choice(whom), draw.choice(PHASES)) for _ in range(3)]
-    harmed_and_resumed(shop, "often_harmed", harms, steps=30)
+    harms += [Harm("SIGKILL", draw.choice(whom), draw.choice(PHASES)) for _ in range(4)]
+    harms += [Harm("SIGSTOP", draw.choice(whom), draw.choice(PHASES)) for _ in range(2)]
+    harmed_and_resumed(shop, "often_harmed", harms, steps=24)
 
 
 def test_a_reward_function_that_does_harm(shop):

@@ -117,7 +117,7 @@ def scores(pool, *words):
 
 
 def servers():
-    return [each for each in psutil.Process().children() if "forkserver" in "".join(each.cmdline())]
+    return [each for each in psutil.Process().children() if "rewards.forkserver" in "".join(each.cmdline())]
 
 
 @pytest.mark.parametrize("kind", slow_but(set(KINDS) - {"stops its parent"}, KINDS))

@@ -125,7 +125,7 @@ def test_time_shows_a_step_and_who_waited(viewer):
 
 def test_trust_says_what_is_wrong(viewer):
     page = viewer.open("trust")
-    await_text(page.locator(".verdict"), "Rollout and training")
+    await_text(page.locator(".verdict.bad"), "Rollout and training")
     bad = page.locator(".verdict.bad").all_text_contents()
     assert [text.startswith("Rollout and training0.001 nats") for text in bad] == [True]
     assert page.locator(".verdict.fair h3").all_text_contents() == ["Starts", "Warnings"]

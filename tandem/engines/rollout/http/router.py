@@ -114,6 +114,7 @@ class Router:
         self._window = window
         self._vocabulary = vocabulary
         self._log = log
+        self._dropped = False  # whether `sleep` has dropped the weights
         self._waiting: dict[Id, _Job] = {}
         self._histories: OrderedDict[str, _UidHistory] = OrderedDict()
 
@@ -127,6 +128,8 @@ class Router:
         Only a replica detects some errors, such as a sampling parameter that the replica does not support.
         The `poll` that assigns the request raises these errors.
         """
+        if self._dropped:
+            raise EngineError("the engines have no weights: sleep dropped them", remedy="call update_weights")
         pending = {*self._waiting, *(name for replica in self._alive() for name in replica.given)}
         check_new(requests, pending, self._max_length, can_decode=True)
         check_vocabulary(requests, self._vocabulary)
@@ -157,7 +160,8 @@ class Router:
                 names = [request.id for request in there]
                 written = self._call(replica, replica.engine.abort, names, keep_partial=keep_partial)
                 samples += [Written(r).sample("abort") for r in there] if written is None else written
-        return samples if keep_partial else []
+        order = {name: place for place, name in enumerate(ids)}
+        return sorted(samples, key=lambda sample: order[sample.id]) if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         alive = self._alive()
@@ -173,6 +177,7 @@ class Router:
             else:
                 digests[replica.name] = outcome
         _check_equal(digests)
+        self._dropped = False
         return next(iter(digests.values()))
 
     @staticmethod
@@ -186,6 +191,7 @@ class Router:
         check_idle(self.pending())
         for replica in self._alive():
             self._call(replica, replica.engine.sleep, tags)
+        self._dropped |= "weights" in tags and bool(self.takes)
 
     def wake(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         for replica in self._alive():
