@@ -11,7 +11,7 @@ TRANSFORMERS := transformers>=5.16.1,<5.20
 # Keep bytecode: the tests start hundreds of processes with the same imports, and pip compiles nothing (see above).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image demo test lint format test-full test-vllm test-verl test-loggers stress bench gpu peers clean help
+.PHONY: image demo test lint format test-full test-vllm test-sglang test-verl test-loggers stress bench gpu peers clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,10 +45,13 @@ format: $(DEV) ## sort imports and format the code
 	$(BIN)/ruff format .
 
 test-full: lint ## run `make test` and the long tests: everything that needs neither a GPU nor a peer
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not vllm and not verl" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "not gpu and not vllm and not sglang and not verl" $(ARGS)
 
 test-vllm: .peers/vllm/.tandem-installed ## run the tests of the vLLM engine, in their own environment
 	OMP_NUM_THREADS=2 .peers/vllm/bin/python -m pytest -q -m vllm tests/engines/rollout tests/workers tests/e2e/test_vllm_run.py tests/e2e/test_every_reward.py $(ARGS)
+
+test-sglang: .peers/sglang/.installed ## run the tests of the SGLang engine against SGLang's server on this CPU, in its own environment
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/support/sglang_on_cpu .peers/sglang/bin/python -m pytest -q -m sglang tests/engines/rollout/sglang tests/e2e/test_sglang_run.py $(ARGS)
 
 test-verl: $(DEV) .peers/verl/.installed ## compare with verl's functions, which run in their own environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards tests/workers $(ARGS)
@@ -83,7 +86,7 @@ gpu: ## measure everything that is measured on a GPU, with the existing $(PYTHON
 image: ## build an image of docker/ (default: cpu) and run a short demo in the CPU image; ARGS='cuda'
 	$(PYTHON) docker/build.py $(ARGS)
 
-peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed ## install the peers that Tandem is compared with
+peers: .peers/trl/.installed .peers/verl/.installed .peers/vllm/.installed .peers/sglang/.installed ## install the peers that Tandem is compared with
 
 clean: ## remove the environments and caches, but not runs/
 	rm -rf .venv .peers .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -117,6 +120,15 @@ $(DEV): $(CORE)
 # Adds Tandem to vLLM's environment, for the tests of the vLLM engine.
 .peers/vllm/.tandem-installed: .peers/vllm/.installed pyproject.toml
 	.peers/vllm/bin/python $(PIP_INSTALL) -e '.[ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
+	touch $@
+
+# SGLang's own pins would bring torch and kernels for CUDA, so its packages are named here.
+SGLANG_ON_CPU := sglang==0.5.23 xgrammar==0.2.7 triton==3.9.0 torchvision==0.28.0 apache-tvm-ffi==0.1.11 timm==1.0.25 torchao==0.18.0
+.peers/sglang/.installed: pyproject.toml tests/support/sglang_on_cpu/requirements.txt | .peers/sglang/bin/python
+	.peers/sglang/bin/python $(PIP_INSTALL) -r tests/support/sglang_on_cpu/requirements.txt
+	.peers/sglang/bin/python $(PIP_INSTALL) --no-deps $(SGLANG_ON_CPU)
+	.peers/sglang/bin/python $(PIP_INSTALL) -e '.[ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
+	PYTHONPATH=tests/support/sglang_on_cpu .peers/sglang/bin/python -c 'import sglang; print("sglang", sglang.__version__)'
 	touch $@
 
 .peers/loggers/.installed: pyproject.toml | .peers/loggers/bin/python

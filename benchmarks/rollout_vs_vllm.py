@@ -1,19 +1,20 @@
-"""Compare rollout throughput of the native engine with vLLM and transformers' `generate`, in one run.
+"""Compare rollout throughput of the native engine with vLLM, SGLang and transformers' `generate`, in one run.
 
 Prompts have 32 tokens, with 16 to 192 new tokens each, sampled at temperature 1 with the log-prob of every
 token. One workload has 64 prompts once, the other 256 prompts 8 times. vLLM runs in its own environment
 (`make peers`), as a process that stays up, so the engines take turns within the same minutes. It has the same
 weights, lengths, threads, dtype and maximum number of sequences as Tandem, and enforce_eager. Each engine is
-warmed up on a few prompts. The best round counts, so other load on the machine favours no engine. Useful
-tokens are the requested tokens: `generate`, which returns no log-probs, runs its padded batches until the
-longest response is done.
+warmed up on a few prompts. SGLang runs as in training: on a server that Tandem's engine starts, in its own
+environment, with requests over HTTP. The best round counts, so other load on the machine favours no engine.
+Useful tokens are the requested tokens: `generate`, which returns no log-probs, runs its padded batches until
+the longest response is done.
 
 Floors are the time of the model's matrix products alone, in Tandem's process: "full" with all rows busy at
 every step, "ramp" with the rows that are really running, step by step, from the first to the last response.
 Neither includes the prompts.
 
     python benchmarks/rollout_vs_vllm.py [--sizes 3.2M 30M 107M] [--dtypes bf16 fp32] [--workloads 64x1 256x8]
-        [--engines tandem vllm hf] [--quick] [--out FILE]
+        [--engines tandem vllm sglang hf] [--quick] [--out FILE]
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +49,11 @@ from tiny import arguments, peer
 from transformers import PreTrainedModel
 
 from tandem.device import choose_device, set_threads
-from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.base import SharedModule, WeightStream, generate
+from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.native.engine import NativeEngine
+from tandem.engines.rollout.sglang.engine import SGLangEngine
+from tandem.engines.rollout.sglang.process import serve
 from tandem.protocol import Request, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +63,7 @@ KV_CACHE_GIB = 4
 WARM_UP_PROMPTS = 16
 WORKLOADS = {"64x1": (64, 1), "256x8": (256, 8)}
 QUICK = {"8x1": (8, 1), "16x2": (16, 2)}
-ENGINES = ("tandem", "vllm", "hf")
+ENGINES = ("tandem", "vllm", "sglang", "hf")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows at which the matrix products are timed; times in between are interpolated."""
 
@@ -125,10 +131,10 @@ class VLLM:
         module: the model, whose weights the peer loads.
         dtype: the dtype of the peer.
         threads: the number of threads.
-        log: the file for the peer's output.
     """
 
-    def __init__(self, module: PreTrainedModel, dtype: str, threads: int, log: Path) -> None:
+    def __init__(self, module: PreTrainedModel, dtype: str, threads: int) -> None:
+        log = Path(tempfile.gettempdir()) / "rollout_vs_vllm.log"
         with tempfile.TemporaryDirectory() as folder:
             module.save_pretrained(folder)
             self._side = Side(
@@ -162,11 +168,52 @@ class VLLM:
         self._side.close()
 
 
+class SGLang:
+    """Tandem's SGLang engine with one model.
+
+    Args:
+        module: the model, whose weights and dtype the server gets.
+        threads: the number of threads of the server.
+    """
+
+    def __init__(self, module: PreTrainedModel, _dtype: str, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["PYTHONPATH"] = str(ROOT / "tests/support/sglang_on_cpu")
+        process = serve(
+            module.config,
+            log=Path(tempfile.mkdtemp(prefix="sglang-")) / "server.log",
+            devices=["cpu"],
+            dtype=module.dtype,
+            max_length=PROMPT_LENGTH + LONGEST,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=8192,
+            gpu_memory_utilization=0.5,
+            python=str(ROOT / ".peers/sglang/bin/python"),
+        )
+        limits: dict[str, Any] = {"max_length": PROMPT_LENGTH + LONGEST, "max_num_seqs": MAX_NUM_SEQS}
+        self._engine = SGLangEngine(Server(process.url), config=module.config, process=process, **limits)
+        self.versions: dict[str, str] = {"sglang": self._engine.call("GET", "/server_info")["version"]}
+        self._module = module
+        self.close = self._engine.close
+
+    def run(self, requests: Sequence[Request]) -> float:
+        """Return the seconds from the call to the last response. The cached prefixes are dropped first."""
+        self._engine.update_weights(WeightStream(iter(self._module.named_parameters())), 0)
+        began = time.perf_counter()
+        samples = generate(self._engine, requests)
+        took = time.perf_counter() - began
+        assert [len(s.token_ids) for s in samples] == [r.params.max_tokens for r in requests]
+        return took
+
+
+PEERS: dict[str, Callable[..., VLLM | SGLang]] = {"vllm": VLLM, "sglang": SGLang}
+
+
 def measure(
     module: PreTrainedModel,
     requests: Sequence[Request],
     engines: Sequence[str],
-    peer: VLLM | None,
+    peers: Mapping[str, VLLM | SGLang],
     device: torch.device,
     repeats: int,
 ) -> dict[str, Any]:
@@ -175,8 +222,7 @@ def measure(
         "tandem": lambda given: seconds(lambda: run_tandem(module, given, device), device),
         "hf": lambda given: seconds(lambda: run_batches(module, given, device), device),
     }
-    if peer is not None:
-        runs["vllm"] = peer.run
+    runs |= {name: peer.run for name, peer in peers.items()}
     few = [
         replace(request, params=replace(request.params, max_tokens=SHORTEST))
         for request in requests[:WARM_UP_PROMPTS]
@@ -217,7 +263,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=[name for name in ENGINES if name != "sglang"]
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
@@ -232,27 +280,30 @@ def main() -> None:
     sizes, repeats, workloads = options.sizes, options.repeats, {k: WORKLOADS[k] for k in options.workloads}
     if options.quick:
         sizes, repeats, workloads = sizes[:1], 1, QUICK
-    if "vllm" in options.engines and not peer("vllm", tiny=options.tiny):
-        options.engines = [name for name in options.engines if name != "vllm"]
-    engines = [name for name in ENGINES if name in {"tandem", *options.engines}]
+    missing = {name for name in PEERS if name in options.engines and not peer(name, tiny=options.tiny)}
+    engines = [name for name in ENGINES if name in {"tandem", *options.engines} - missing]
     results: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
     for size in sizes:
         for dtype in options.dtypes:
             module = build(size, DTYPES[dtype], device)
-            log = Path(tempfile.gettempdir()) / "rollout_vs_vllm.log"
-            vllm = VLLM(module, dtype, options.threads, log) if "vllm" in engines else None
+            peers = {
+                name: start(module, dtype, options.threads)
+                for name, start in PEERS.items()
+                if name in engines
+            }
+            for side in peers.values():
+                versions |= side.versions
             for workload, (prompts, n) in workloads.items():
                 requests = make_requests(SIZES[size]["vocab_size"], prompts, n)
-                row = measure(module, requests, engines, vllm, device, repeats)
+                row = measure(module, requests, engines, peers, device, repeats)
                 parameters = sum(p.numel() for p in module.parameters())
                 results.append(
                     {"size": size, "parameters": parameters, "dtype": dtype, "workload": workload, **row}
                 )
                 print(line(results[-1]), flush=True)
-            if vllm is not None:
-                versions = vllm.versions
-                vllm.close()
+            for side in peers.values():
+                side.close()
     out = options.out or (None if options.quick else RESULTS)
     if out is not None:
         report = {

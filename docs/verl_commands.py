@@ -67,7 +67,7 @@ def page() -> str:
     parts = [
         "# verl's own commands",
         f"verl's examples (main branch and 0.6.1) have {total} commands. {passed} of them load: `tandem "
-        "check` refuses none of their keys. Only paths are changed, and `sglang` is replaced by `vllm`. "
+        "check` refuses none of their keys. Only paths are changed. "
         "Some problems show only later, with data and models: rows with images are refused when they are "
         "read, and a reward model is refused when it is loaded if its vocabulary differs from the "
         "policy's.",

@@ -16,12 +16,13 @@ from tandem.config.view import path, root
 from tandem.errors import ConfigError
 
 _NATIVE = beside("name", "native", notice=True)
-_IN_PROCESS = beside("name", "native", "vllm", notice=True)
+_OWN = beside("name", "native", "vllm", "sglang", notice=True)
 _ON_SERVERS = When(
     lambda own: own.on_servers,
     f"if {{name}}={' or '.join(tables.SERVER_ENGINES)}, or if {{name}}=vllm and {{mode}}=server",
 )
-_NO_SERVER_ENGINE = When(lambda own: own.name not in tables.SERVER_ENGINES, "if {name}=vllm")
+_NEW_WEIGHTS = When(lambda own: own.name not in tables.FIXED_WEIGHTS, "if {name}=vllm or sglang")
+_SGLANG = beside("name", "sglang")
 _VALIDATES = When(lambda own: bool(root(own).data.val_files), "if data.val_files is set", notice=True)
 _DRAWN = When(
     lambda own: own.val_kwargs.do_sample,
@@ -157,10 +158,14 @@ class ServerConfig(Section):
         api_key_env: Name of the environment variable that holds the API key of the servers.
         connect_timeout: Seconds until a connection must be established.
         request_timeout: Seconds from the start of a request to the end of its response.
-        weights_backend: How vLLM servers receive new weights over the network. auto: nccl between GPUs,
-            otherwise gloo.
-        weights_folder: Folder through which SGLang servers receive new weights. The servers must see it under
-            the same path.
+        weights_backend: How servers receive new weights over the network. auto: nccl between GPUs, otherwise
+            gloo.
+        weights_folder: Folder through which SGLang servers receive new weights, instead of the network. The
+            servers must see it under the same path.
+        python: Python that has SGLang, for a server that a worker starts. null: the Python of this run.
+        arguments: More command-line arguments of an SGLang server that a worker starts, without dashes:
+            {attention_backend: fa3, …}. They replace those that Tandem chooses.
+        start_timeout: Seconds until a server that a worker starts must answer.
     """
 
     all_resumed = "reported"
@@ -172,6 +177,9 @@ class ServerConfig(Section):
     request_timeout: float = key(1800.0, gt=0)
     weights_backend: Literal["auto", "nccl", "gloo"] = "auto"
     weights_folder: LocalPath | None = None
+    python: LocalPath | None = None
+    arguments: dict[str, Any] = key({})
+    start_timeout: float = key(600.0, gt=0)
 
 
 class EngineConfig(SamplingSection):
@@ -202,8 +210,9 @@ class EngineConfig(SamplingSection):
         block_size: Tokens per block of the KV cache.
         num_gpu_blocks_override: Number of blocks in the KV cache, regardless of the available memory. null:
             determined by memory and need.
-        tensor_model_parallel_size: Number of devices that split each layer of the native or vllm engine
-            (tensor parallelism). If the run has more devices, more engines run in parallel on other samples.
+        tensor_model_parallel_size: Number of devices that split each layer of the native, vllm or sglang
+            engine (tensor parallelism). If the run has more devices, more engines run in parallel on other
+            samples.
         disable_log_stats: Do not write the engine's progress lines to the log.
         runner: How the native engine computes the model. fused: a decoder with fused operations. module: the
             model as transformers implements it. auto: fused if it supports the model.
@@ -212,7 +221,12 @@ class EngineConfig(SamplingSection):
     name: Annotated[str, OneOf(tables.ROLLOUT_ENGINES)] = key("native", resumed="reported")
     mode: Literal["colocate", "server"] = key("colocate", when=beside("name", "vllm"), resumed="reported")
     server: ServerConfig = section(
-        ServerConfig(), when=_ON_SERVERS, below={"weights_backend": _NO_SERVER_ENGINE}
+        ServerConfig(),
+        when=_ON_SERVERS,
+        below={
+            "weights_backend": _NEW_WEIGHTS,
+            **dict.fromkeys(("weights_folder", "python", "arguments"), _SGLANG),
+        },
     )
     n: int = key(1, ge=1)
     temperature: float = key(1.0, gt=0)
@@ -224,9 +238,9 @@ class EngineConfig(SamplingSection):
     max_num_seqs: int = key(256, ge=1, resumed="reported")
     max_num_batched_tokens: int = key(8192, ge=1, resumed="reported")
     enable_chunked_prefill: bool = key(True, when=_NATIVE, resumed="reported")
-    enable_prefix_caching: bool = key(True, when=_IN_PROCESS, resumed="reported")
-    gpu_memory_utilization: float | None = key(None, when=_IN_PROCESS, gt=0, le=1, resumed="reported")
-    enforce_eager: bool = key(False, when=_IN_PROCESS, resumed="reported")
+    enable_prefix_caching: bool = key(True, when=_OWN, resumed="reported")
+    gpu_memory_utilization: float | None = key(None, when=_OWN, gt=0, le=1, resumed="reported")
+    enforce_eager: bool = key(False, when=_OWN, resumed="reported")
     block_size: int = key(16, when=_NATIVE, ge=1, resumed="reported")
     num_gpu_blocks_override: int | None = key(None, when=_NATIVE, ge=1, resumed="reported")
     tensor_model_parallel_size: int = key(1, ge=1, resumed="reported")
@@ -241,7 +255,7 @@ class EngineConfig(SamplingSection):
     @property
     def on_named_servers(self) -> bool:
         """Whether responses come from servers that this run did not start."""
-        return self.on_servers and (self.name in tables.SERVER_ENGINES or bool(self.server.urls))
+        return self.on_servers and (self.name in tables.FIXED_WEIGHTS or bool(self.server.urls))
 
     @property
     def split(self) -> int:

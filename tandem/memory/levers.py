@@ -74,7 +74,7 @@ def _changes(config: TrainConfig) -> Iterator[dict[str, Any]]:
                 yield {**full, f"{at}.enable_activation_offload": True}
     rollout = config.actor_rollout_ref.rollout
     at = "actor_rollout_ref.rollout"
-    if rollout.name == "vllm":
+    if rollout.name in ("vllm", "sglang"):
         yield {f"{at}.gpu_memory_utilization": round((rollout.gpu_memory_utilization or 0.5) * 0.7, 2)}
     if not rollout.free_cache_engine:
         yield {f"{at}.free_cache_engine": True}

@@ -215,7 +215,7 @@ class _Planner:
         rollout = self.rollout
         if rollout.free_cache_engine or rollout.on_named_servers or rollout.name == "hf":
             return 0.0
-        if rollout.name == "vllm":
+        if rollout.name in ("vllm", "sglang"):
             return self.share * self.device
         weights, cache, _ = self._native()
         return weights + cache
@@ -257,7 +257,7 @@ class _Planner:
         if rollout.on_named_servers:
             self.notes.append("responses come from other servers, whose memory is not part of this plan")
             return
-        if rollout.name == "vllm":
+        if rollout.name in ("vllm", "sglang"):
             engine = self.share * self.device
             weights = held.compute * held.shape.parameters / rollout.split
             self.slots = int((engine - weights) // self.one_sequence)

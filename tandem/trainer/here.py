@@ -6,6 +6,7 @@ device, a package or a file is missing here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ def lacking(config: RunsConfig) -> list[TandemError]:
 
 def missing_here(config: RunsConfig) -> list[TandemError]:
     """Return an error for each device, package or file that this machine lacks."""
-    return _errors(config, (_device, _ray), (_vllm, _reward))
+    return _errors(config, (_device, _ray), (_rollout_package, _reward))
 
 
 def unfit(config: RunsConfig) -> list[TandemError]:
@@ -106,10 +107,15 @@ def _ray(config: RunsConfig) -> None:
         )
 
 
-def _vllm(config: TrainConfig) -> None:
+def _rollout_package(config: TrainConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "vllm" and not rollout.server.urls and find_spec("vllm") is None:
+    if rollout.server.urls:
+        return
+    if rollout.name == "vllm" and find_spec("vllm") is None:
         import_module("tandem.engines.rollout.vllm.process").check_installed()
+    if rollout.name == "sglang":
+        process = import_module("tandem.engines.rollout.sglang.process")
+        process.check_installed(rollout.server.python or sys.executable)
 
 
 def _reward(config: TrainConfig) -> None:

@@ -161,7 +161,7 @@ class ActorWorker(EngineWorker):
             model_path=model.path,
             trust_remote_code=model.trust_remote_code,
             dtype=policy.compute_dtype,
-            log_file=self.run.logs / f"vllm_server_rank_{self.rank}.log",
+            log_file=self.run.logs / f"{rollout.name}_server_rank_{self.rank}.log",
             log=say,
             say=say,
         )

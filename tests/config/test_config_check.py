@@ -51,7 +51,7 @@ def test_an_inherited_value_is_looked_at_where_it_was_set(errors):
     [
         ("critic.fsdp_config.tensor_parallel_size=3 reward_model.enable=perhaps",
          {"critic.fsdp_config.tensor_parallel_size", "reward_model.enable"}),
-        ("R.name=sglang", {full("R.server.urls"), full("R.server.weights_folder")}),
+        ("R.name=tgi", {full("R.server.urls"), full("R.name")}),
         ("sft: trainer.resource_pools={a: [2]} trainer.placement=x",
          {"trainer.resource_pools.a", "trainer.placement"}),
         ("rm: trainer.resource_pools={a: [2]} trainer.placement=x",

@@ -66,13 +66,10 @@ A.use_kl_loss=true A.kl_loss_type=full REF.models={a: {}, b: {}} | got: a, b
 """
 
 ENGINES = """
-R.name=sglang R.server.weights_folder=/tmp | at: R.server.urls // missing // R.name=vllm or native
-R.name=sglang R.server.urls=http://a:1 | at: R.server.weights_folder // missing
 R.name=openai R.server.urls=http://a:1 | at: R.name // got: openai // tandem generate
 R.name=tgi R.server.urls=http://a:1 | at: R.name // got: tgi // tandem generate
 SERVED R.server.urls=a:8000 |
 SERVED R.logprobs_mode=raw_logprobs |
-SERVED R.server.weights_backend=gloo | has no effect
 R.server.urls=http://a:1 | got: ('http://a:1',) // has no effect
 R.name=vllm R.mode=server R.server.urls=a:1 |
 R.name=vllm R.server.urls=http://a:1 | got: ('http://a:1',) // has no effect // R.mode=server

@@ -31,8 +31,6 @@ def replaced(word, here):
         value = here / "model"
     elif bare.endswith("custom_reward_function.path"):
         value = here / "score.py"
-    elif bare == f"{R}.name" and value == "sglang":
-        value = "vllm"
     elif bare.endswith("lora_adapter_path"):
         value = "null"
     return f"{name}={value}"
@@ -91,7 +89,7 @@ trainer.val_before_train=False trainer.save_freq=50 trainer.test_freq=-1 trainer
 """
 
 
-@pytest.fixture(params=["native", "hf"])
+@pytest.fixture(params=["native", "hf", "sglang"])
 def engine(request):
     return request.param
 
@@ -119,6 +117,6 @@ def test_the_user_hears_only_of_superseded_sizes(loaded, engine):
         "A.ppo_micro_batch_size_per_gpu: no effect; used only if A.use_dynamic_bsz=false.",
         "REF.log_prob_micro_batch_size_per_gpu: no effect; used only if REF.log_prob_use_dynamic_bsz=false.",
         "R.log_prob_micro_batch_size_per_gpu: no effect; used only if R.log_prob_use_dynamic_bsz=false.",
-        "R.gpu_memory_utilization: no effect; used only if R.name=native or vllm.",
+        "R.gpu_memory_utilization: no effect; used only if R.name=native or vllm or sglang.",
     ]
     assert set(loaded.notices) == {full(text) for text in expected[: 4 if engine == "hf" else 3]}

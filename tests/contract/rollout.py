@@ -86,13 +86,13 @@ class RolloutContract:
         stopped = [len(s.token_ids) for _, s in written["min_tokens"] if s.finish_reason == "stop"]
         assert stopped and min(stopped) > 8
 
-    def test_first_tokens_have_the_stated_probabilities(self, world, engine):
+    def test_first_tokens_have_the_stated_probabilities(self, kind, world, engine):
         params = SamplingParams(temperature=1.2, top_p=0.95, min_p=0.01, max_tokens=1, seed=5)
         requests = [Request("many", i, prompt(1), params) for i in range(600)]
         samples = generate(engine, requests)
         counts = np.bincount([s.token_ids[0] for s in samples], minlength=worlds.VOCABULARY)
         [logits] = logits_of(world.module, requests[0], samples[0].token_ids)
-        expected = distribution(logits, params).probabilities * len(samples)
+        expected = kind.distribution(logits, params).probabilities * len(samples)
         assert counts[expected == 0].sum() == 0
         often = expected >= 5
         rest = (expected > 0) & ~often
@@ -191,9 +191,9 @@ class RolloutContract:
         left = [request for request in long if request.id not in done]
         kept, dropped, last = left[0], left[1], left[-1]
         partial = engine.abort([kept.id, last.id, ("unknown", 0)], keep_partial=True)
-        assert [(s.id, s.finish_reason) for s in partial] == [(r.id, "abort") for r in (kept, last)]
+        assert [sample.id for sample in partial] == [kept.id, last.id]
         for request, sample in zip((kept, last), partial, strict=True):
-            assert len(sample.token_ids) < 60
+            assert sample.finish_reason == ("abort" if len(sample.token_ids) < 60 else "length")
             if len(sample.token_ids):
                 worlds.check_sample(kind, world.module, request, sample)
         assert engine.abort([dropped.id]) == []
@@ -201,7 +201,8 @@ class RolloutContract:
         engine.abort([request.id for request in left[2:-3]])
         after = tokens_of(rest_of(engine))
         assert len(after[kept.id]) == 60
-        assert after[kept.id][: len(partial[0].token_ids)] == partial[0].token_ids.tolist()
+        if kind.seeded:
+            assert after[kept.id][: len(partial[0].token_ids)] == partial[0].token_ids.tolist()
         assert dropped.id not in after and last.id not in after
         assert {request.id for request in left[-3:-1]} <= set(after)
 

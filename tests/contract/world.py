@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from tandem.engines.rollout.base import RolloutEngine, WeightSource
 from tandem.engines.rollout.draws.keyed import first_position, row_key, uniforms
 from tandem.protocol import Request, Sample, SamplingParams
-from tests.contract.reference import distribution
+from tests.contract.reference import Distribution, distribution
 
 VOCABULARY = 97
 EOS = 96
@@ -44,9 +44,11 @@ class EngineKind:
     source: Callable[[PreTrainedModel], WeightSource] | None  # None if its weights cannot be changed
     keyed: bool = True  # whether a token's key determines the token; else a generator of the request's seed
     recomputes: bool | None = False  # whether new weights recompute running sequences; None is not checked
+    seeded: bool = True  # whether a sample depends only on its request and the weights
     untruncated: bool = True  # whether samples have `untruncated_log_probs`
     modes: tuple[str, ...] = MODES
     tolerance: float = 1e-4  # in nats, against a full forward pass in float32
+    distribution: Callable[..., Distribution] = distribution  # what the engine means by the parameters
 
     def __str__(self) -> str:
         return self.name
@@ -56,11 +58,12 @@ SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "max_
 SHAPE |= {"initializer_range": 0.2}  # large enough for peaked distributions
 
 
-def make_model(seed: int) -> PreTrainedModel:
+def make_model(seed: int, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     others = {"initializer_range": 0.15, "tie_word_embeddings": False, "eos_token_id": EOS}
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes | others, bos_token_id=None)).float().eval()
+    config = Qwen2Config(**SHAPE | sizes | others | changes, bos_token_id=None)
+    return Qwen2ForCausalLM(config).float().eval()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -100,6 +103,7 @@ def check_tokens(
     tolerance: float,
     keyed: bool = True,
     untruncated: bool = True,
+    meaning: Callable[..., Distribution] = distribution,
 ) -> None:
     """Check every token against the reference distribution, given the logits before it; and the end."""
     params, tokens = request.params, sample.token_ids.tolist()
@@ -108,7 +112,7 @@ def check_tokens(
     keys = np.full(len(tokens), row_key(request), dtype=np.uint64)
     numbers = uniforms(keys, first_position(request) + np.arange(len(tokens)))
     for t, (token, row) in enumerate(zip(tokens, logits, strict=True)):
-        _, probabilities, whole = distribution(row, params, request.prompt_ids.tolist(), tokens[:t])
+        _, probabilities, whole = meaning(row, params, request.prompt_ids.tolist(), tokens[:t])
         assert probabilities[token] > 0, (params, t)
         assert sample.log_probs[t] == pytest.approx(np.log(probabilities[token]), abs=tolerance)
         if params.greedy:
@@ -128,7 +132,8 @@ def check_tokens(
 
 def check_sample(kind: EngineKind, module: PreTrainedModel, request: Request, sample: Sample) -> None:
     logits = logits_of(module, request, sample.token_ids)
-    check_tokens(request, sample, logits, kind.tolerance, kind.keyed, kind.untruncated)
+    kept = (kind.tolerance, kind.keyed, kind.untruncated, kind.distribution)
+    check_tokens(request, sample, logits, *kept)
 
 
 def _params(max_tokens: int, **others: Any) -> SamplingParams:

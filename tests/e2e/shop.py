@@ -91,15 +91,18 @@ SOURCES = Path(__file__).parents[2]
 
 
 def start(words: list[str], cwd: Path, *, stdin: int | None = None) -> subprocess.Popen[str]:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES)}
+    places = os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH"))))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return WarmProcess([sys.executable, "-m", "tandem", "train", *words], cwd=cwd, env=env, **streams)
 
 
-def finish(process: subprocess.Popen[str], typed: str | None = None) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(typed, timeout=120)
+def finish(
+    process: subprocess.Popen[str], typed: str | None = None, *, limit_s: float = 120
+) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(typed, timeout=limit_s)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def train(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    return finish(start(words, cwd))
+def train(words: list[str], cwd: Path, *, limit_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return finish(start(words, cwd), limit_s=limit_s)

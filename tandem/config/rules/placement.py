@@ -90,11 +90,11 @@ def rollout_split(config: TrainConfig) -> Iterator[Finding]:
         return
     rollout, folder = policy.rollout, policy.model.path
     size, key_heads = rollout.tensor_model_parallel_size, "num_key_value_heads"
-    refused = list(splitting(rollout, engines=("native", "vllm"))) or list(
+    refused = list(splitting(rollout, engines=("native", "vllm", "sglang"))) or list(
         _divides(field, size, config.trainer.devices_of("rollout"), remedy=f"set {field}=1", whose="rollout")
     )
     yield from refused
-    copied = rollout.name == "vllm" and not size % (size_of(folder, key_heads) or 1)
+    copied = rollout.name in ("vllm", "sglang") and not size % (size_of(folder, key_heads) or 1)
     parts = uneven(folder, size, leave_out=(key_heads,) if copied else ())
     if parts and not refused:
         yield _unsplit(field, size, parts, folder, "additional devices generate other samples")

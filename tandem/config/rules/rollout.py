@@ -20,17 +20,16 @@ _TEMPERATURE = f"{_ROLLOUT}.temperature"
 def servers(config: TrainConfig | GenerateConfig | EvalConfig) -> Iterator[ConfigError]:
     """Check that an engine on servers has addresses and returns the requested log-probs.
 
-    The engine vllm needs no addresses, because it can start a server.
+    The engines vllm and sglang need no addresses, because their workers can start servers.
     """
     rollout = config.actor_rollout_ref.rollout if isinstance(config, TrainConfig) else config.rollout
     engine, addresses = rollout.name, rollout.server.urls
     name, urls = path(rollout, "name"), path(rollout, "server.urls")
     if engine not in SERVER_ENGINES and not (engine == "vllm" and addresses):
         return
-    if not addresses:
-        remedy = (
-            f"set {urls}=[http://host:port], one per server; or use {name}=vllm or native, which need none"
-        )
+    if not addresses and engine != "sglang":
+        remedy = f"set {urls}=[http://host:port], one per server; or use {name}=vllm, sglang or native, "
+        remedy += "which need none"
         yield ConfigError("missing", field=urls, expected="addresses of servers", remedy=remedy)
     for url in addresses:
         if not url.startswith(("http://", "https://")):
@@ -68,7 +67,7 @@ def splitting(rollout: EngineConfig, *, engines: Sequence[str]) -> Iterator[Find
             expected="1; additional devices generate other samples" if engines else "1",
             remedy=f"set {field}=1" + (f", or {path(rollout, 'name')}=native" if engines else ""),
         )
-    elif rollout.name == "vllm" and rollout.mode == "server":
+    elif rollout.name == "vllm" and rollout.on_servers:
         yield ConfigError(
             "a vLLM server started by a worker keeps each layer on one device",
             field=field,
@@ -85,17 +84,6 @@ TRAINS = (
         field=f"{_ROLLOUT}.name",
         expected="native, hf, vllm or sglang",
         remedy="set {}=native, or trainer.val_only=true, or use this engine with `tandem generate`",
-    ),
-    Check(
-        lambda config, folder: (
-            folder is None
-            and config.actor_rollout_ref.rollout.name == "sglang"
-            and not config.trainer.val_only
-        ),
-        "missing",
-        field=f"{_ROLLOUT}.server.weights_folder",
-        expected="a folder that this run and the servers can access under the same path",
-        remedy="set {}; the servers receive new weights through this folder",
     ),
     Check(
         lambda config, mode: mode.endswith("logits"),

@@ -17,6 +17,7 @@ from tandem.engines.rollout.http.make import HTTP_ENGINES, http_options, on_serv
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.own_weights import OwnWeights
+from tandem.engines.rollout.sglang.make import make_sglang_engine
 from tandem.engines.rollout.vllm.make import make_vllm_engine
 from tandem.errors import ConfigError
 
@@ -54,38 +55,34 @@ def make_rollout_engine(
         log: A function that receives the engine's statistics, unless `rollout.disable_log_stats` is set.
         say: A function that receives sentences for the user about the engine's memory (native only).
         share: (number of this worker, count of workers) that share the servers of `rollout.server`.
-        split: This worker's shard of each layer (native, vllm).
-        model_path: The model folder, for engines with own weights (vllm; native and hf with streams).
+        split: The ranks that split the layers (native, vllm, sglang).
+        model_path: The model folder, for engines with own weights (vllm, sglang; native and hf with streams).
         trust_remote_code: Whether native and hf run the model class that the folder contains.
-        dtype: The dtype of the weights that the engine will get (vllm).
+        dtype: The dtype of the weights that the engine will get (vllm, sglang).
         log_file: The file for the output of a server that is started here. None means a temporary file.
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
     if name in HTTP_ENGINES:
-        make = partial(HTTP_ENGINES[name], **http_options(name, rollout.server, tokenizer), **common)
+        make = partial(HTTP_ENGINES[name], **http_options(name, tokenizer), **common)
         return on_servers(rollout, make, log=log, share=share)
     common["decode"] = None if tokenizer is None else partial(tokenizer.decode, skip_special_tokens=True)
-    if name == "vllm":
+    if name in ("vllm", "sglang"):
         assert model_path is not None and dtype is not None
-        return make_vllm_engine(
-            rollout,
-            common,
-            model_path=model_path,
-            dtype=dtype,
-            device=device,
-            log=log,
-            log_file=log_file,
-            share=share,
-            tensor_parallel_size=split.size,
-        )
+        own: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "device": device}
+        own |= {"log": log, "log_file": log_file, "share": share}
+        if name == "sglang":
+            return make_sglang_engine(rollout, common, tokenizer=tokenizer, group=split.group, **own)
+        return make_vllm_engine(rollout, common, tensor_parallel_size=split.size, **own)
     if name not in _ENGINES:
-        known = " or ".join((*_ENGINES, "vllm", *HTTP_ENGINES))
+        known = " or ".join((*_ENGINES, "vllm", "sglang", *HTTP_ENGINES))
         raise ConfigError("there is no rollout engine of this name", field=_NAME, got=name, expected=known)
     options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
-    own = None if model_path is None else OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
+    stream = None
+    if model_path is not None:
+        stream = OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
     common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
-    return _ENGINES[name](device=device, own=own, logprobs_mode=rollout.logprobs_mode, **common, **options)
+    return _ENGINES[name](device=device, own=stream, logprobs_mode=rollout.logprobs_mode, **common, **options)
 
 
 def stall_timeout_s(rollout: EngineConfig) -> float:

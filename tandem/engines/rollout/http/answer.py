@@ -22,10 +22,12 @@ class Answer(Written):
     Attributes:
         url: The URL to which the request is sent.
         name: The request's name on the server.
+        finished: The whole sample, once the server has finished it.
     """
 
     url: str
     name: str = field(default_factory=lambda: f"tandem-{uuid4().hex}")
+    finished: Sample | None = None
 
     def add(self, token_ids: Sequence[int], log_probs: Sequence[float | None], version: int) -> None:
         """Append tokens to the response.

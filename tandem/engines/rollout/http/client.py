@@ -10,8 +10,8 @@ import asyncio
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any, ClassVar
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SharedModule, SleepTag, WeightSource, WeightStream
@@ -19,18 +19,20 @@ from tandem.engines.rollout.checks import check_idle, check_new, check_vocabular
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.http.answer import Answer
 from tandem.engines.rollout.http.connection import CLOSING_S, Connection, Refused, Server, ServerLost
+from tandem.engines.rollout.http.process import ServerProcess
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 
 STREAM_INTERVAL = 16
 """Tokens per event of a stream, if the client may choose. An event costs the client about 0.1 ms."""
+_DYING_S = 5.0  # a server that has lost one of its processes ends within this time
 
 
 class HTTPEngine(ABC):
     """The base class of a `RolloutEngine` that uses an inference server.
 
-    A subclass that can send new weights to its server overrides `takes`, `update_weights`, `give_back` and
+    A subclass that can send new weights to its server overrides `takes`, `send_weights`, `give_back` and
     `take_again`.
 
     `poll` reports a failed request once, after the samples that finished before it. The request is then no
@@ -41,6 +43,7 @@ class HTTPEngine(ABC):
         max_length: The maximum number of tokens of prompt and response together.
         max_num_seqs: The maximum number of requests that are open at the same time.
         vocabulary: The size of the vocabulary. None means that prompt tokens are not checked here.
+        process: The server's process, if the server was started for this engine. `close` ends the process.
         log: A function that receives a log line about every two seconds of work. None means no log.
 
     Attributes:
@@ -68,10 +71,12 @@ class HTTPEngine(ABC):
         max_length: int,
         max_num_seqs: int = 256,
         vocabulary: int | None = None,
+        process: ServerProcess | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.server = server
         self.vocabulary = vocabulary
+        self._process = process
         self.version = 0
         self.max_length = max_length
         self._connection = Connection(server, kept=max_num_seqs)
@@ -134,17 +139,49 @@ class HTTPEngine(ABC):
         self.wake()
         check_new(requests, self._answers, self.max_length, self.finds_stops)
         check_vocabulary(requests, self.vocabulary)
-        if not self._connected:
-            self._connection.wait(self.connect())
-            self._connected = True
+        self.open()
         for request in requests:
             self.check(request)
         for request in requests:
             answer = self._answers[request.id] = Answer(request, self.server.url + self.route)
             self._connection.loop.call_soon_threadsafe(self._start, answer)
 
+    def open(self) -> None:
+        """Ask the server for its properties, unless it was asked before (see `connect`)."""
+        if not self._connected:
+            self._connection.wait(self.connect())
+            self._connected = True
+
     def poll(self, timeout_s: float) -> list[Sample]:
-        """Wait until a sample is finished, and return all finished samples."""
+        """Wait until a sample is finished, and return all finished samples.
+
+        Raises:
+            EngineError: A request failed. If a server that was started for this engine has died, all requests
+                have failed, and the message says that the server died.
+        """
+        with self._death_named():
+            try:
+                return self._ready(timeout_s)
+            except ServerLost as lost:
+                if self._process is not None:
+                    lost.field = f"{1 + self.pending()} requests pending, the first: {lost.field}"
+                raise
+
+    @contextmanager
+    def _death_named(self) -> Iterator[None]:
+        """If a server that was started for this engine is lost because it has ended, say so in the error."""
+        try:
+            yield
+        except ServerLost as lost:
+            if self._process is not None:
+                try:
+                    self._process.check(within_s=_DYING_S)
+                except EngineError as dead:
+                    dead.field = lost.field
+                    raise dead from lost
+            raise
+
+    def _ready(self, timeout_s: float) -> list[Sample]:
         kept, self._failure = self._failure, None
         if kept is not None:
             raise kept[1]
@@ -183,14 +220,25 @@ class HTTPEngine(ABC):
                 ServerLost
             ):  # a hanging request is cut off here; its error would hide the first one
                 self._connection.wait(self.cancel(dropped), CLOSING_S)
-        return [answer.sample("abort") for answer in dropped] if keep_partial else []
+        return [answer.finished or answer.sample("abort") for answer in dropped] if keep_partial else []
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
-        raise EngineError(
-            f"{type(self).__name__} cannot give its server new weights",
-            got=self.server.url,
-            remedy="train with rollout.name=native, vllm or sglang",
-        )
+        if not self.takes:
+            raise EngineError(
+                f"{type(self).__name__} cannot give its server new weights",
+                got=self.server.url,
+                remedy="train with rollout.name=native, vllm or sglang",
+            )
+        with self._death_named():
+            return self.send_weights(self.stream_of(source), version)
+
+    def send_weights(self, stream: WeightStream, version: int) -> Digest:
+        """Send new weights to the server. `update_weights` calls this method if `takes` is not empty.
+
+        Raises:
+            EngineError: The server refused the weights. It then has no weights.
+        """
+        raise NotImplementedError
 
     @staticmethod
     def stream_of(source: WeightSource) -> WeightStream:
@@ -228,9 +276,13 @@ class HTTPEngine(ABC):
         """Make the server allocate the memory that it freed."""
 
     def close(self) -> None:
-        if not self._connection.closed:
-            self.abort(list(self._answers))
-            self._connection.close()
+        try:
+            if not self._connection.closed:
+                self.abort(list(self._answers))
+                self._connection.close()
+        finally:
+            if self._process is not None:
+                self._process.close()
 
     def progress(self) -> int:
         self._count()
@@ -266,8 +318,11 @@ class HTTPEngine(ABC):
 
     def _end(self, answer: Answer) -> None:
         task = self._tasks.pop(answer)
-        if not task.cancelled():
-            self._ended.put((answer, task.exception() or task.result()))
+        if task.cancelled():
+            return
+        if task.exception() is None:
+            answer.finished = task.result()
+        self._ended.put((answer, task.exception() or task.result()))
 
     async def cancel(self, answers: Sequence[Answer]) -> None:
         """Cancel the tasks of these answers. This also closes their connections."""

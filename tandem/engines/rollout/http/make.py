@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.rollout import EngineConfig, ServerConfig
+from tandem.config.rollout import EngineConfig
 from tandem.engines.rollout.base import RolloutEngine
 from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.engines.rollout.http.router import Router
-from tandem.engines.rollout.http.sglang import SGLangEngine
-from tandem.engines.rollout.http.shards import WeightsFolder
 from tandem.engines.rollout.http.tgi import TGIEngine
 from tandem.errors import ConfigError
 
 HTTP_ENGINES: dict[str, Callable[..., HTTPEngine]] = {
     "openai": OpenAIEngine,
-    "sglang": SGLangEngine,
     "tgi": TGIEngine,
 }
 _AHEAD = 1.25  # requests sent to a server / requests that it runs at once; the server queues the others
 
 
-def http_options(
-    name: str, server: ServerConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
+def http_options(name: str, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
     """Return the keyword arguments that only the engine with this name accepts."""
     options: dict[str, Any] = {"vocabulary": None if tokenizer is None else len(tokenizer)}
     if name == "tgi":
         options["tokenizer"] = tokenizer
-    if name == "sglang" and server.weights_folder is not None:
-        options["weights_folder"] = WeightsFolder(Path(server.weights_folder))
     return options
 
 

@@ -1,5 +1,7 @@
 """A rollout engine for Text Generation Inference (TGI), over TGI's native API (version 3.3).
 
+TGI's repository is archived; version 3.3.7 was the last one.
+
 TGI accepts prompts only as text. So the prompt's tokens are decoded to text here, and the server tokenizes
 the text again. The server reports the resulting tokens (`decoder_input_details`). If they differ from the
 prompt's tokens, the request fails. TGI cannot receive new weights.
@@ -15,6 +17,7 @@ from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http.answer import Answer, non_default, refuse_unknown
 from tandem.engines.rollout.http.client import HTTPEngine
 from tandem.engines.rollout.http.connection import Server
+from tandem.errors import EngineError
 from tandem.protocol import Request
 
 _DRAWN = ("temperature", "top_k", "top_p", "seed", "repetition_penalty")
@@ -39,15 +42,25 @@ class TGIEngine(HTTPEngine):
     def __init__(self, server: Server, *, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
         super().__init__(server, **options)
         self._tokenizer = tokenizer
+        self._most_stops = 0
         self._prefix: list[int] = list(tokenizer("")["input_ids"])  # begins every tokenized text
 
     async def connect(self) -> None:
         about = await self.ask("GET", "/info")
         if not isinstance(about, dict) or "max_total_tokens" not in about:
             raise self.failure("this is not a TGI server", "/info", about)
+        self._most_stops = about["max_stop_sequences"]
 
     def check(self, request: Request) -> None:
         refuse_unknown(non_default(request.params), _KNOWN, "TGI")
+        if len(request.params.stop) > self._most_stops:
+            raise EngineError(
+                "the server does not accept so many stop strings",
+                field="stop",
+                got=f"{len(request.params.stop)} stop strings",
+                expected=f"at most {self._most_stops}",
+                remedy="use fewer, or start TGI with a larger --max-stop-sequences",
+            )
 
     def body(self, answer: Answer) -> dict[str, Any]:
         params, prompt = answer.request.params, answer.request.prompt_ids.tolist()

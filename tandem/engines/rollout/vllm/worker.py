@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers import utils as vllm_layers
 
-from tandem.engines.rollout.vllm.channel import Backend, Group, Layout, unpacked
+from tandem.engines.rollout.http.channel import Backend, Group, Layout, unpacked
 from tandem.engines.rollout.vllm.shards import weights_digest
 from tandem.errors import EngineError, TandemError
 

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.vllm.channel import Group
+from tandem.engines.rollout.http.channel import Group
 from tandem.engines.weight_sync import digest
 from tests.engines.rollout.http.fakes import FakeServer, Reply
 

@@ -178,8 +178,15 @@ class _Handler(BaseHTTPRequestHandler):
 _FIELDS = """model prompt max_tokens temperature top_p top_k min_p seed stop stream logprobs presence_penalty
     frequency_penalty repetition_penalty logit_bias stop_token_ids ignore_eos min_tokens stream_interval
     request_id return_token_ids"""
-_TGI_FIELDS = """temperature top_k top_p repetition_penalty do_sample max_new_tokens stop seed details
-    decoder_input_details return_full_text"""
+_TGI_PARAMETERS = {
+    **dict.fromkeys(
+        ("details", "decoder_input_details", "do_sample", "return_full_text"), (bool, None, None)
+    ),
+    **dict.fromkeys(("temperature", "repetition_penalty"), (float, 0, float("inf"))),
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed"), (int, 0, 1 << 64)),
+    **{"top_p": (float, 0, 1), "stop": (list, None, None)},
+}
+"""The parameters of TGI's published interface that Tandem sends: type, and excluded bounds."""
 
 
 class FakeOpenAI(FakeServer):
@@ -226,7 +233,11 @@ class FakeOpenAI(FakeServer):
 
 
 class FakeTGI(FakeServer):
-    """A fake of TGI's /generate. Its tokenizer knows "t0" to "t96". `prefix` comes before each prompt."""
+    """A fake of TGI 3.3's /generate, which refuses what its published interface does not have.
+
+    The interface is `docs/openapi.json` of huggingface/text-generation-inference. The tokenizer knows "t0" to
+    "t96". `prefix` comes before each prompt.
+    """
 
     generates = "/generate"
     prefix: tuple[int, ...] = ()
@@ -234,11 +245,18 @@ class FakeTGI(FakeServer):
 
     def answer(self, path: str, body: Any, fault: str) -> Reply:
         if path == "/info":
-            return Reply({"model_id": "tiny", "max_total_tokens": 4096, "version": "3.3.6"})
+            limits = {"max_input_tokens": 4095, "max_total_tokens": 4096, "max_stop_sequences": 4}
+            limits |= {"max_best_of": 2, "max_concurrent_requests": 128, "max_client_batch_size": 4}
+            about = {"model_id": "tiny", "version": "3.3.6", "router": "text-generation-router"}
+            return Reply(about | limits | {"validation_workers": 2})
         params = body["parameters"]
-        assert body.keys() == {"inputs", "parameters"} and params.keys() <= set(_TGI_FIELDS.split())
-        if params.get("temperature", 1.0) <= 0 or not 0 < params.get("top_p", 0.5) < 1:
-            return Reply({"error": "`temperature` must be strictly positive"}, 422)
+        assert body.keys() == {"inputs", "parameters"} and params.keys() <= _TGI_PARAMETERS.keys()
+        for name, value in params.items():
+            kind, low, high = _TGI_PARAMETERS[name]
+            if type(value) is not kind or (low is not None and not low < value < high):
+                error = f"`{name}` is {value}, which the interface does not allow"
+                return Reply({"error": error, "error_type": "validation"}, 422)
+        assert len(params["stop"]) <= 4
         prompt = [*self.prefix, *(int(word[1:]) for word in body["inputs"].split())]
         prompt[2:3] = [prompt[2] + 1] if fault == "echo" else prompt[2:3]
         sampling = {**params, "max_tokens": params["max_new_tokens"], "stop_token_ids": [self.end_token]}

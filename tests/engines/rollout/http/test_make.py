@@ -4,7 +4,7 @@ import pytest
 
 from tandem.config import tables
 from tandem.config.rollout import RolloutConfig, ServerConfig
-from tandem.engines.rollout.base import WeightStream, generate
+from tandem.engines.rollout.base import generate
 from tandem.engines.rollout.http.make import HTTP_ENGINES
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.engines.rollout.http.router import Router
@@ -25,16 +25,14 @@ def make(name, urls, share=(0, 1), log=None, rollout=None, **server):
 
 
 def test_tables():
-    assert set(HTTP_ENGINES) == set(tables.SERVER_ENGINES)
+    assert set(HTTP_ENGINES) == set(tables.SERVER_ENGINES) - {"sglang"}
     fixed = {name for name, kind in HTTP_ENGINES.items() if not kind.takes}
-    assert fixed == {*tables.FIXED_WEIGHTS, "sglang"}
+    assert fixed == set(tables.FIXED_WEIGHTS)
 
 
 @pytest.mark.parametrize("name", HTTP_ENGINES)
-def test_one_server(name, monkeypatch, tmp_path):
+def test_one_server(name, monkeypatch):
     options = {"connect_timeout": 3.0, "request_timeout": 60.0, "model": "m", "api_key_env": "THE_KEY"}
-    if name == "sglang":
-        options["weights_folder"] = str(tmp_path)
     refused(ConfigError, lambda: make(name, URLS[2:], **options), "not set")
     monkeypatch.setenv("THE_KEY", "secret")
     with make(name, URLS[2:], **options) as engine:
@@ -42,7 +40,6 @@ def test_one_server(name, monkeypatch, tmp_path):
         server = engine.server
         assert (server.url, server.model, server.api_key) == ("http://127.0.0.1:3", "m", "secret")
         assert (server.connect_timeout_s, server.request_timeout_s) == (3.0, 60.0)
-        assert name != "sglang" or engine.takes == {WeightStream}
 
 
 def test_several_servers_are_divided_among_the_workers():

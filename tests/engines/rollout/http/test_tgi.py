@@ -101,6 +101,12 @@ def test_parameters_it_does_not_have(server, make, name):
     assert server.bodies() == []
 
 
+def test_more_stop_strings_than_the_server_accepts(server, make):
+    error = refused(EngineError, lambda: make().submit([request(stop=tuple("abcde"))]), "stop strings")
+    assert (error.field, error.expected) == ("stop", "at most 4")
+    assert len(generate(make(), [request(stop=tuple("abcd"))])[0].token_ids) == 6
+
+
 def test_failures(server, make):
     engine = make(request_timeout_s=0.3)
     engine.submit([])

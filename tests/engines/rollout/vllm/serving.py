@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.engines.rollout.vllm.process import VLLMProcess
+from tandem.engines.rollout.http.process import ServerProcess
 from tests.engines.rollout.case import request, wait_for
 
 EAGER = ("--enforce-eager", "--no-enable-chunked-prefill", "--dtype", "float32")
@@ -31,8 +31,10 @@ def serving(folder: Path, *options: str, environment: dict[str, str] | None = No
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *EAGER]
     command += ["--host", "127.0.0.1", "--port", port, *(ONE if environment is None else ()), *options]
-    environment = environment or {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    process = VLLMProcess(command, url, folder / "server.log", environment=environment, start_timeout_s=600.0)
+    environment = dict(environment or {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"})
+    process = ServerProcess(
+        "a server", command, url, folder / "server.log", environment=environment, start_timeout_s=600.0
+    )
     try:
         yield url
     finally:

@@ -13,12 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tandem.config.rollout import RolloutConfig, ServerConfig
 from tandem.engines.rollout.base import WeightStream, generate
+from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.http.openai import OpenAIEngine
 from tandem.engines.rollout.http.router import Router
 from tandem.engines.rollout.registry import make_rollout_engine
 from tandem.engines.rollout.vllm.process import serve
-from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
+from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.errors import EngineError
 from tests.contract.world import VOCABULARY
 from tests.engines.rollout.case import CPU, stream, tokens

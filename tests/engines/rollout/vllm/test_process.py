@@ -4,7 +4,8 @@ import time
 import pytest
 
 from tandem.engines.rollout.draws.keyed import seed_of
-from tandem.engines.rollout.vllm.process import VLLMProcess, sampling, serve
+from tandem.engines.rollout.http.process import ServerProcess
+from tandem.engines.rollout.vllm.process import sampling, serve
 from tandem.errors import ConfigError, EngineError
 from tests.engines.rollout.case import CPU, request
 from tests.engines.rollout.vllm.models import build
@@ -24,7 +25,9 @@ def start(tmp_path):
         command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
         command += ["--directory", str(tmp_path / "www")]
         options = {"environment": {}, "start_timeout_s": 30, **options}
-        return VLLMProcess(command, f"http://127.0.0.1:{port}", tmp_path / "logs" / "log", **options)
+        return ServerProcess(
+            "a server", command, f"http://127.0.0.1:{port}", tmp_path / "logs" / "log", **options
+        )
 
     return start
 
@@ -59,7 +62,7 @@ def test_every_parameter_is_asked_for_by_the_name_that_vllm_has():
 def test_a_server_that_never_answers_is_ended(tmp_path):
     log, options = tmp_path / "log", {"environment": {}, "start_timeout_s": 0.5}
     started, asleep = time.monotonic(), (["sleep", "600"], "http://127.0.0.1:9", log)
-    refused(EngineError, lambda: VLLMProcess(*asleep, **options), r"0\.5 s")
+    refused(EngineError, lambda: ServerProcess("a server", *asleep, **options), r"0\.5 s")
     assert time.monotonic() - started < 15
 
 

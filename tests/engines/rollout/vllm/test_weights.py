@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server, ServerLost
 from tandem.engines.rollout.vllm.memory import DeviceMemory
-from tandem.engines.rollout.vllm.server import Network, VLLMServerEngine
+from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
 from tests.engines.rollout.case import CPU, stream
@@ -100,7 +101,7 @@ def test_a_bucket_that_the_server_does_not_want_is_told_and_the_next_group_works
 
 
 def test_a_server_that_does_not_come_to_the_group_is_named(server, networked, monkeypatch):
-    monkeypatch.setattr("tandem.engines.rollout.vllm.channel._LIMIT_S", 1.0)
+    monkeypatch.setattr("tandem.engines.rollout.http.channel._LIMIT_S", 1.0)
     monkeypatch.setattr(server, "_tandem_join", lambda *_: server._closing.wait(20), raising=False)
     with pytest.raises(ServerLost, match="did not reach the server") as caught:
         networked.update_weights(stream(build()), 1)

@@ -1,4 +1,4 @@
-"""Channels that send weights to vLLM's workers in buckets, through shared memory or over the network.
+"""Channels that send weights to a server's workers in buckets, through shared memory or over the network.
 
 Over the network, the trainer and the server's workers form a separate process group.
 """
@@ -6,14 +6,14 @@ Over the network, the trainer and the server's workers form a separate process g
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import torch
@@ -29,14 +29,40 @@ Layout = list[tuple[str, str, list[int], int]]
 
 Backend = Literal["gloo", "nccl"]
 _DIST: Any = distributed  # torch's type stubs lack the classes of process groups
+BUCKET_BYTES = 256 << 20
+"""The bytes of a bucket of weights, unless an engine gets another number."""
+
 _ALIGNMENT = 64
 _LIMIT_S = 120.0  # the time limit to form the group, and for a bucket to arrive
 _PAUSE_S = 0.002
-_NAME = "tandem-weights"
+GROUP_NAME = "tandem-weights"
 
 
-def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: int) -> Iterator[str]:
-    """Pack tensors into buckets, send the buckets, and yield the tensors' names.
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The device and the torch.distributed backend for weights that are sent over the network.
+
+    If `backend` is None, nccl is used between GPUs, else gloo.
+    """
+
+    device: torch.device
+    backend: Backend | None = None
+
+
+class Channel(Protocol):
+    """An open channel for the weights of one version."""
+
+    def room(self, size: int) -> Tensor:
+        """Return memory for packed weights, (size) uint8. It is used again for each bucket."""
+
+    def send(self, used: int, layout: Layout) -> None:
+        """Send the first `used` bytes. The server has loaded them when this returns."""
+
+
+def send(
+    tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Pack tensors into buckets, send the buckets, and yield the names and tensors.
 
     Args:
         tensors: Pairs of name and tensor. Each tensor is valid only until the next one is requested.
@@ -58,7 +84,7 @@ def send(tensors: Iterable[tuple[str, Tensor]], bucket: Channel, bucket_bytes: i
         used = start + tensor.nbytes
         room[start:used].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start))
-        yield name
+        yield name, tensor
     if layout:
         bucket.send(used, layout)
 
@@ -71,42 +97,11 @@ def unpacked(bucket: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         yield name, bucket[offset : offset + size].view(dtype).view(shape)
 
 
-class MemoryChannel:
-    """A channel to a server on this machine, through shared memory.
-
-    Args:
-        call: A function that calls a method of the server's workers with arguments.
-    """
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    @contextmanager
-    def opened(self) -> Iterator[MemoryChannel]:
-        """Open the channel for the weights of one version."""
-        self._file = os.memfd_create(_NAME)  # this file has no path, so it disappears with this process
-        self._path = f"/proc/{os.getpid()}/fd/{self._file}"
-        try:
-            yield self
-        finally:
-            os.close(self._file)
-
-    def room(self, size: int) -> Tensor:
-        """Return the memory of a bucket, (size) uint8. All buckets share this memory."""
-        os.truncate(self._file, size)
-        self._size = size
-        return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
-
-    def send(self, used: int, layout: Layout) -> None:
-        """Send the first `used` bytes of the bucket, and wait until the server has loaded the weights."""
-        self._call("tandem_load", self._path, self._size, layout)
-
-
 class Group:
     """A process group of the trainer (rank 0) and a server's workers (ranks from 1).
 
     Args:
-        store: The TCPStore to which all processes are connected.
+        store: A store to which all are connected. No other group uses its keys.
         rank: The rank of this process.
         size: The number of processes.
         backend: The torch.distributed backend.
@@ -115,16 +110,16 @@ class Group:
 
     def __init__(self, store: Any, rank: int, size: int, backend: Backend, address: str) -> None:
         self._store = store  # keeps the store alive as long as the group
-        named, limit = _DIST.PrefixStore(_NAME, store), timedelta(seconds=_LIMIT_S)
+        limit = timedelta(seconds=_LIMIT_S)
         if backend == "nccl":
             options = _DIST.ProcessGroupNCCL.Options()
             options._timeout = limit
-            self._group: Any = _DIST.ProcessGroupNCCL(named, rank, size, options)
+            self._group: Any = _DIST.ProcessGroupNCCL(store, rank, size, options)
         else:
             options = _DIST.ProcessGroupGloo._Options()
             options._timeout = limit
             options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=address)]
-            self._group = _DIST.ProcessGroupGloo(named, rank, size, options)
+            self._group = _DIST.ProcessGroupGloo(store, rank, size, options)
 
     @classmethod
     def joined(cls, address: str, port: int, backend: Backend, worker: int = 0, workers: int = 1) -> Group:
@@ -139,7 +134,9 @@ class Group:
         """
         limit = timedelta(seconds=_LIMIT_S)
         store = _DIST.TCPStore(address, port, 1 + workers, is_master=False, timeout=limit)
-        return cls(store, 1 + worker, 1 + workers, backend, own_address(address, port))
+        return cls(
+            _DIST.PrefixStore(GROUP_NAME, store), 1 + worker, 1 + workers, backend, own_address(address, port)
+        )
 
     def broadcast(self, bucket: Tensor) -> Work:
         """Start to broadcast a bucket from the trainer to the workers, and return the running operation."""
@@ -159,28 +156,41 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
+class Workers(Protocol):
+    """The workers of a server, as the other side of a `NetworkChannel`."""
+
+    def devices(self) -> Sequence[str]:
+        """Return the type of each worker's device, such as "cpu"."""
+
+    def prefixes(self, backend: Backend) -> Sequence[str]:
+        """Return the prefixes of the group's keys in the store, the outermost first."""
+
+    def join(self, address: str, port: int, backend: Backend) -> Future[Any]:
+        """Ask the workers to join the group whose store is at this address. Its ranks start at 1."""
+
+    def receive(self, used: int, layout: Layout) -> Future[Any]:
+        """Ask the workers to receive and load a bucket of `used` bytes."""
+
+    def pieces(self, bucket: Tensor, used: int, layout: Layout) -> Sequence[Tensor]:
+        """Return the tensors that the workers receive for a bucket, in order."""
+
+
 class NetworkChannel:
     """A channel to a server anywhere, over the network.
 
     Args:
         url: The server's URL.
-        begin: A function that starts a call of a method of the server's workers. The future has a list of
-            each worker's answer.
+        workers: The server's workers.
         device: The device of the weights.
         backend: The torch.distributed backend. None means nccl between GPUs, else gloo.
     """
 
     def __init__(
-        self,
-        url: str,
-        begin: Callable[..., Future[Any]],
-        *,
-        device: torch.device,
-        backend: Backend | None = None,
+        self, url: str, workers: Workers, *, device: torch.device, backend: Backend | None = None
     ) -> None:
-        self._url, self._begin, self._device, self._backend = url, begin, device, backend
+        self._url, self._workers, self._device, self._backend = url, workers, device, backend
         self._group: Group | None = None
-        self._abandoned: list[tuple[Group, Work]] = []
+        self._abandoned: list[tuple[Group, list[Work]]] = []
 
     @contextmanager
     def opened(self) -> Iterator[NetworkChannel]:
@@ -198,8 +208,8 @@ class NetworkChannel:
             raise
 
     def _join(self) -> Group:
-        self._abandoned = [(group, work) for group, work in self._abandoned if not work.is_completed()]
-        kinds = self._begin("tandem_device").result()
+        self._abandoned = [(group, work) for group, work in self._abandoned if not _completed(work)]
+        kinds = self._workers.devices()
         on_gpus = {*kinds, self._device.type} == {"cuda"}
         backend = self._backend or ("nccl" if on_gpus else "gloo")
         size = 1 + len(kinds)
@@ -208,7 +218,9 @@ class NetworkChannel:
             address = own_address(host, urlsplit(self._url).port or 80)
             limit = timedelta(seconds=_LIMIT_S)
             store = _DIST.TCPStore(address, 0, size, is_master=True, timeout=limit, wait_for_workers=False)
-            answer = self._begin("tandem_join", address, store.port, backend)
+            answer = self._workers.join(address, store.port, backend)
+            for prefix in self._workers.prefixes(backend):
+                store = _DIST.PrefixStore(prefix, store)
             group = Group(store, 0, size, backend, address)
             answer.result(_LIMIT_S)
         except EngineError:
@@ -218,35 +230,33 @@ class NetworkChannel:
         return group
 
     def room(self, size: int) -> Tensor:
-        """Return the memory of a bucket (see `MemoryChannel`)."""
         self._bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._bucket
 
     def send(self, used: int, layout: Layout) -> None:
-        """Start to send the first `used` bytes of the bucket."""
         assert self._group is not None  # the channel is open
-        answer = self._begin("tandem_receive", used, layout)
-        work = self._group.broadcast(self._bucket[:used])
+        answer = self._workers.receive(used, layout)
+        work = [self._group.broadcast(piece) for piece in self._workers.pieces(self._bucket, used, layout)]
         try:
             until = time.monotonic() + _LIMIT_S
-            while not work.is_completed() and time.monotonic() < until:
+            while not _completed(work) and time.monotonic() < until:
                 if wait([answer], _PAUSE_S).done:
                     answer.result()  # raises if the server refused; otherwise the last bytes are being sent
                     time.sleep(_PAUSE_S)
-            work.wait()
+            for piece in work:
+                piece.wait()
             answer.result()
         except EngineError:
             raise
         except RuntimeError as error:
             raise _lost(self._url, error) from error
         finally:
-            if (
-                not work.is_completed()
-            ):  # destroying the group would wait for a broadcast that nobody receives
+            if not _completed(work):  # destroying the group would wait for a broadcast that nobody receives
                 self._abandoned.append((self._group, work))
 
 
-Channel = MemoryChannel | NetworkChannel
+def _completed(work: Sequence[Work]) -> bool:
+    return all(piece.is_completed() for piece in work)
 
 
 def _lost(url: str, error: BaseException) -> ServerLost:

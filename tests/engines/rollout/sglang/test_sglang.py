@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,23 +15,34 @@ from safetensors.torch import load_file
 from tandem.engines.rollout.base import WeightStream, generate
 from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http import shards
+from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.router import Router
-from tandem.engines.rollout.http.sglang import SGLangEngine
 from tandem.engines.rollout.http.shards import WeightsFolder, write_shards
+from tandem.engines.rollout.sglang.engine import SGLangEngine
 from tandem.engines.weight_sync import WeightSyncError, digest
 from tandem.errors import EngineError
 from tests.contract.rollout import GREEDY, RolloutContract
-from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of
-from tests.engines.rollout.case import changed, drain, request, stream, write
-from tests.engines.rollout.http.fake_sglang import FakeSGLang
+from tests.contract.world import EOS, VOCABULARY, EngineKind, logits_of, requests_of
+from tests.engines.rollout.case import CPU, changed, drain, request, stream, write
 from tests.engines.rollout.http.fakes import Reply
+from tests.engines.rollout.sglang.fake_sglang import FakeSGLang
+from tests.engines.rollout.sglang.semantics import sglang_distribution
 from tests.support.refusing import refused
 
 
-def make(server, folder=None, **options):
-    folder = None if folder is None else WeightsFolder(folder)
-    return SGLangEngine(Server(server.url), **{"max_length": 96, "weights_folder": folder, **options})
+def make(server, weights=None, **options):
+    weights = WeightsFolder(weights) if isinstance(weights, Path) else weights
+    options = {"config": server.module.config, "max_length": 96, "weights": weights, **options}
+    return SGLangEngine(Server(server.url), **options)
+
+
+class Running:
+    """A process that stands for the server's, so that weights go through shared memory."""
+
+    def check(self, within_s=0.0): ...
+
+    def close(self): ...
 
 
 @pytest.mark.slow
@@ -41,11 +53,11 @@ class TestSGLang(RolloutContract):
         servers = []
 
         def make_one(world, **options):
-            servers.append(FakeSGLang(copy.deepcopy(world.module), decode=world.decode))
+            servers.append(FakeSGLang(copy.deepcopy(world.module), eos=(EOS,), decode=world.decode))
             return make(servers[-1], tmp_path_factory.mktemp("weights"), vocabulary=VOCABULARY, **options)
 
         options = {"keyed": False, "recomputes": None, "untruncated": False, "modes": ()}
-        yield EngineKind("sglang", make_one, stream, **options)
+        yield EngineKind("sglang", make_one, stream, **options, distribution=sglang_distribution)
         for server in servers:
             server.close()
 
@@ -68,11 +80,21 @@ def server(tiny):
         yield fake
 
 
-@pytest.fixture
-def engine(server, tmp_path):
-    made = make(server, tmp_path / "weights")
+CHANNELS = {
+    "folder": lambda folder: {"weights": folder},
+    "network": lambda _: {"weights": Network(CPU)},
+    "shared memory": lambda _: {"process": Running()},
+}
+
+
+@pytest.fixture(params=["folder"])
+def engine(server, tmp_path, request):
+    made = make(server, bucket_bytes=20_000, **CHANNELS[request.param](tmp_path / "weights"))
     yield made
     made.close()
+
+
+through_each_channel = pytest.mark.parametrize("engine", CHANNELS, indirect=True)
 
 
 def test_the_whole_request_on_the_wire(server, engine):
@@ -90,7 +112,7 @@ def test_the_whole_request_on_the_wire(server, engine):
     (body,) = server.bodies()
     assert len(body.pop("rid")) > 20
     renamed = {"max_new_tokens": 4, "min_new_tokens": 2, "sampling_seed": seed_of(wanted)}
-    others = {"stop_token_ids": [3, 4], "logit_bias": {"7": 1.5}, "ignore_eos": True, "stream_interval": 16}
+    others = {"stop_token_ids": [3, 4], "logit_bias": {"7": 1.5}, "ignore_eos": False, "stream_interval": 16}
     assert body.pop("sampling_params") == params | renamed | others
     flags = {"return_logprob": True, "return_sampling_mask": False, "stream": True}
     assert body == {"input_ids": [5, 6, 7], **flags}
@@ -108,48 +130,55 @@ def test_log_probs_before_and_after_truncation(server, engine, tiny, make_reques
         np.testing.assert_allclose(sample.log_probs, cut, atol=1e-4)
 
 
-def test_new_weights_arrive_and_leave_no_files(server, engine, tiny, tmp_path):
-    other = changed(tiny())
+@pytest.mark.parametrize(
+    ("params", "top_k", "masked"),
+    [
+        ({"top_k": 1_000_000}, None, False),
+        ({"top_k": 1_000_000, "top_p": 0.9}, VOCABULARY, True),
+        ({"top_p": 0.9}, VOCABULARY, True),
+        ({"min_p": 0.1, "top_k": 5}, 5, True),
+        ({"temperature": 0.0, "top_p": 0.9}, None, False),
+        ({}, None, False),
+    ],
+)
+def test_a_mask_is_requested_for_distributions_that_are_cut(server, engine, params, top_k, masked):
+    generate(engine, [request("u", 0, [5, 6], max_tokens=2, **params)])
+    (body,) = server.bodies()
+    assert (body["sampling_params"].get("top_k"), body["return_sampling_mask"]) == (top_k, masked)
+    assert body["sampling_params"]["ignore_eos"] is True  # no stop token is requested
+
+
+def test_a_distribution_that_the_server_cannot_report_is_refused(server, engine):
+    server.mask_limit = 50
+    error = refused(EngineError, lambda: engine.submit([request(max_tokens=2, top_p=0.9)]))
+    assert error.field == "top_k" and f"--sampling-mask-max-tokens {VOCABULARY}" in error.remedy
+    assert len(generate(engine, [request(max_tokens=2, top_p=0.9, top_k=50)])) == 1
+
+
+@through_each_channel
+def test_ten_updates_arrive_and_leave_no_files(server, engine, tiny, tmp_path):
     assert engine.takes == {WeightStream}
-    assert engine.update_weights(stream(other), 3) == digest(other.named_parameters())
-    assert server.version == "3"
-    assert digest(server.module.named_parameters()) == digest(other.named_parameters())
-    assert list((tmp_path / "weights").iterdir()) == []
-    calls = ["pause_generation", "update_weights_from_disk", "continue_generation", "model_info"]
-    calls += ["get_weights_by_name"] * sum(value.ndim == 1 for value in other.parameters())
-    assert [path for path, _ in server.seen] == [f"/{name}" for name in calls]
-    assert server.seen[1][1]["flush_cache"] is True
+    for version in range(1, 11):
+        other = changed(tiny(), version)
+        assert engine.update_weights(stream(other), version) == digest(other.named_parameters())
+        assert digest(server.module.named_parameters()) == digest(other.named_parameters())
+    assert server.version == "10" and not server.session
+    assert list(tmp_path.glob("weights/*")) == []
     (sample,) = generate(engine, [request(max_tokens=3)])
-    assert sample.versions.tolist() == [3, 3, 3]
+    assert sample.versions.tolist() == [10, 10, 10]
+    assert len(server.groups) <= 1  # one process group serves all updates
 
 
-NORM = "model.layers.1.post_attention_layernorm.weight"
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_weights_that_the_server_does_not_hold_are_named(server, engine, tiny, copies):
-    def held(name, tensor):
-        value = tensor + 0.5 * (torch.arange(len(tensor)) == 3) if name == NORM else tensor
-        return torch.stack([tensor, value]) if copies == 2 else value
-
-    server.held = lambda name, tensor: tensor[: len(tensor) // 2]  # a share of each weight
-    engine.update_weights(stream(tiny()), 1)
-    server.held = held
+@through_each_channel
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"])
+def test_a_weight_that_the_server_does_not_hold_is_named(server, engine, tiny, name):
+    server.damage = lambda each, tensor: tensor + (each == name)
     error = refused(WeightSyncError, lambda: engine.update_weights(stream(tiny()), 4), "of version 4")
-    value = float(dict(tiny().named_parameters())[NORM].detach()[3])
-    assert error.field == f"{NORM}[3]"
-    assert error.expected == value and error.got == f"{server.url}: {value + 0.5}"
-
-
-def test_a_server_that_shows_no_weights_is_asked_once_and_said(server, tiny, tmp_path):
-    server.shows, lines = False, []
-    engine = make(server, tmp_path, log=lines.append)
-    for version in (1, 2):
-        engine.update_weights(stream(tiny()), version)
-    [line] = lines
-    assert server.url in line and "not compared" in line
-    assert len(server.bodies("/get_weights_by_name")) == 1
-    engine.close()
+    assert error.field == name and server.url in error.got
+    refused(EngineError, lambda: engine.submit([request()]), "no weights")
+    server.damage = lambda _, tensor: tensor
+    engine.update_weights(stream(tiny()), 5)
+    assert len(generate(engine, [request(max_tokens=2)])) == 1
 
 
 def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
@@ -158,7 +187,7 @@ def test_several_servers_read_the_same_files(tiny, tmp_path, monkeypatch):
     folder = WeightsFolder(tmp_path)
     with FakeSGLang(tiny()) as one, FakeSGLang(tiny()) as two, FakeSGLang(tiny()) as three:
         fakes = (one, two, three)
-        router = Router([make(f, weights_folder=folder) for f in fakes], max_length=96, window=8)
+        router = Router([make(f, weights=folder) for f in fakes], max_length=96, window=8)
         for version in (1, 2):
             new = changed(tiny(), version)
             expected = digest(new.named_parameters())
