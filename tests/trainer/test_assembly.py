@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import tandem
-from tandem.config.rollout import RolloutConfig
+from tandem.config.rollout import RolloutConfig, ServerConfig
 from tandem.engines.rollout.vllm import process
 from tandem.errors import ConfigError
 from tandem.observability.run import RunFolder
@@ -60,8 +61,16 @@ def test_a_rollout_on_vllm_needs_vllm(monkeypatch):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     config: Any = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=RolloutConfig(name="vllm")))
     with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
-        here._vllm(config)
+        here._rollout_package(config)
     assert caught.value.field == "actor_rollout_ref.rollout.name" and caught.value.got == "vllm"
+
+
+@pytest.mark.parametrize("python", [None, "/no/such/python"])
+def test_a_rollout_on_sglang_needs_a_python_with_sglang(python):
+    rollout = RolloutConfig(name="sglang", server=ServerConfig(python=python))
+    with pytest.raises(ConfigError, match="SGLang is not installed") as caught:
+        here._rollout_package(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+    assert caught.value.got == f"sglang, with {python or sys.executable}"
 
 
 def test_parameters_are_counted_from_the_headers(tmp_path):

@@ -233,12 +233,14 @@ class HTTPEngine(ABC):
             return self.send_weights(self.stream_of(source), version)
 
     def send_weights(self, stream: WeightStream, version: int) -> Digest:
-        """Send new weights to the server. `update_weights` calls this method if `takes` is not empty.
+        """Send new weights to the server and return the digest of what it holds.
+
+        `update_weights` calls this method if `takes` is not empty. This base class sends nothing.
 
         Raises:
             EngineError: The server refused the weights. It then has no weights.
         """
-        raise NotImplementedError
+        return {}
 
     @staticmethod
     def stream_of(source: WeightSource) -> WeightStream:

@@ -41,9 +41,6 @@ def make_sglang_engine(
 ) -> RolloutEngine:
     """Create SGLang's engine. A server that is started here has no weights yet.
 
-    Servers elsewhere keep their own weights, unless the config is that of a training run or names a folder
-    for weights.
-
     Args:
         rollout: The config of the engine.
         common: The arguments max_length, max_num_seqs, decode and log of the engine.
@@ -64,25 +61,16 @@ def make_sglang_engine(
     config = AutoConfig.from_pretrained(model_path)
     options = common | {"config": config, "vocabulary": None if tokenizer is None else len(tokenizer)}
     if server.urls:
-        weights: WeightsFolder | Network | None = None
-        if server.weights_folder is not None:
-            weights = WeightsFolder(Path(server.weights_folder))
-        elif isinstance(rollout, RolloutConfig):
-            weights = Network(device, None if server.weights_backend == "auto" else server.weights_backend)
-        elsewhere = options | {"decode": None, "weights": weights}
+        elsewhere = options | {"decode": None, "weights": _way(rollout, device)}
         return on_servers(rollout, partial(SGLangEngine, **elsewhere), log=log, share=share)
-    output = log_file or Path(tempfile.mkdtemp(prefix="tandem-sglang-")) / "server.log"
 
     def start(devices: Sequence[str]) -> SGLangEngine:
-        if common["log"] is not None:
-            common["log"](f"SGLang's server writes its log to {output}")
         process = serve(
             config,
-            log=output,
+            log=_server_log(log_file, common["log"]),
             devices=devices,
             dtype=dtype,
-            max_length=common["max_length"],
-            max_num_seqs=common["max_num_seqs"],
+            **{name: common[name] for name in ("max_length", "max_num_seqs")},
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             gpu_memory_utilization=rollout.gpu_memory_utilization or _MEMORY_SHARE,
             enforce_eager=rollout.enforce_eager,
@@ -96,3 +84,24 @@ def make_sglang_engine(
         return SGLangEngine(at, process=process, **options)
 
     return start([device_name(device)]) if group is None else GroupEngine(group, device, start)
+
+
+def _way(rollout: EngineConfig, device: torch.device) -> WeightsFolder | Network | None:
+    """Return how servers elsewhere get new weights.
+
+    None means that they keep their own weights. That is so unless the config is that of a training run or
+    names a folder for weights.
+    """
+    server = rollout.server
+    if server.weights_folder is not None:
+        return WeightsFolder(Path(server.weights_folder))
+    if isinstance(rollout, RolloutConfig):
+        return Network(device, None if server.weights_backend == "auto" else server.weights_backend)
+    return None
+
+
+def _server_log(log_file: Path | None, say: Callable[[str], None] | None) -> Path:
+    output = log_file or Path(tempfile.mkdtemp(prefix="tandem-sglang-")) / "server.log"
+    if say is not None:
+        say(f"SGLang's server writes its log to {output}")
+    return output

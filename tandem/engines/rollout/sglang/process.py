@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,45 +79,12 @@ def write_shape(config: PreTrainedConfig, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _host_environment(config: PreTrainedConfig, ranks: int) -> dict[str, str]:
-    """Return the variables of a server on CPUs. Several ranks divide the cores of this process."""
-    if ranks == 1:
-        return _HOST_ENVIRONMENT
-    heads = config.get_text_config().num_key_value_heads
-    if heads % ranks:
-        raise ConfigError(
-            "SGLang on CPUs divides key heads evenly",
-            field="actor_rollout_ref.rollout.tensor_model_parallel_size",
-            got=f"{ranks}, num_key_value_heads={heads}",
-            expected=f"a divisor of {heads}",
-        )
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
-    return _HOST_ENVIRONMENT | {_CORES: "|".join(",".join(map(str, share)) for share in shares)}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The options of a server.
 
-
-def serve(
-    config: PreTrainedConfig,
-    *,
-    log: Path,
-    devices: Sequence[str],
-    dtype: torch.dtype,
-    max_length: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    gpu_memory_utilization: float,
-    enforce_eager: bool = False,
-    enable_prefix_caching: bool = True,
-    python: str = sys.executable,
-    arguments: Mapping[str, Any] | None = None,
-    start_timeout_s: float = 600.0,
-    keeps_log: bool = True,
-) -> ServerProcess:
-    """Start a server on a free port of this machine. It has no weights until the first update.
-
-    Args:
+    Attributes:
         config: The model's config.
-        log: The file for everything that the server prints. The model folder of `write_shape` is beside it.
         devices: The devices that split the layers, as CUDA_VISIBLE_DEVICES names them; or "cpu" for each.
         dtype: The dtype of weights and cache.
         max_length: The most tokens that prompt and response may have together.
@@ -126,60 +94,116 @@ def serve(
             what `max_num_seqs` sequences of `max_length` fill.
         enforce_eager: Whether to run without CUDA graphs. On a CPU there are none in any case.
         enable_prefix_caching: Whether prompts with the same beginning share their keys and values.
-        python: The Python that has SGLang.
         arguments: Other arguments of the server, without the leading dashes. They replace those set here.
+    """
+
+    config: PreTrainedConfig
+    devices: Sequence[str]
+    dtype: torch.dtype
+    max_length: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_host(self) -> bool:
+        return set(self.devices) == {"cpu"}
+
+    def words(self, model_path: Path, port: int) -> list[str]:
+        """Return the options of the server's command line."""
+        given: dict[str, Any] = {
+            "model_path": model_path,
+            "load_format": "dummy",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "context_length": self.max_length,
+            "max_running_requests": self.max_num_seqs,
+            "max_prefill_tokens": self.max_num_batched_tokens,
+            "chunked_prefill_size": self.max_num_batched_tokens,
+            "tp_size": len(self.devices),
+            "sampling_mask_max_tokens": self.config.get_text_config().vocab_size,
+            "mem_fraction_static": self.gpu_memory_utilization,
+            "log_level": "warning",  # no line for each request
+            "host": "127.0.0.1",
+            "port": port,
+        }
+        flags = ["--incremental-streaming-output", "--skip-server-warmup"]
+        if self.on_host:
+            given |= _HOST_OPTIONS | {"max_total_tokens": self.max_num_seqs * self.max_length}
+            flags += _HOST_FLAGS
+        else:
+            flags += ["--enable-memory-saver", *(["--disable-cuda-graph"] if self.enforce_eager else [])]
+        if not self.enable_prefix_caching:
+            flags.append("--disable-radix-cache")
+        for name, value in self.arguments.items():
+            if isinstance(value, bool):  # SGLang's switches have no opposite
+                given.pop(name, None)
+                flags += [f"--{name.replace('_', '-')}"] if value else []
+            else:
+                given[name] = value
+        return [*options_of(given), *flags]
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the server. On CPUs, several ranks divide the cores of this process.
+
+        Raises:
+            ConfigError: Ranks on CPUs cannot divide the key heads.
+        """
+        ranks = len(self.devices)
+        if not self.on_host:
+            return _ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)}
+        if ranks == 1:
+            return _ENVIRONMENT | _HOST_ENVIRONMENT
+        heads = self.config.get_text_config().num_key_value_heads
+        if heads % ranks:
+            raise ConfigError(
+                "SGLang on CPUs divides key heads evenly",
+                field="actor_rollout_ref.rollout.tensor_model_parallel_size",
+                got=f"{ranks}, num_key_value_heads={heads}",
+                expected=f"a divisor of {heads}",
+            )
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        bound = "|".join(",".join(map(str, share)) for share in shares)
+        return _ENVIRONMENT | _HOST_ENVIRONMENT | {_CORES: bound}
+
+
+def serve(
+    config: PreTrainedConfig,
+    *,
+    log: Path,
+    python: str = sys.executable,
+    start_timeout_s: float = 600.0,
+    keeps_log: bool = True,
+    **options: Any,
+) -> ServerProcess:
+    """Start a server on a free port of this machine. It has no weights until the first update.
+
+    Args:
+        config: See `Options`.
+        log: The file for everything that the server prints. The model folder of `write_shape` is beside it.
+        python: The Python that has SGLang.
         start_timeout_s: See `ServerProcess`.
         keeps_log: See `ServerProcess`.
+        options: The other fields of `Options`.
 
     Raises:
-        ConfigError: SGLang is not installed.
+        ConfigError: SGLang is not installed, or cannot divide the model.
         EngineError: The server ended, or did not answer in time.
     """
     check_installed(python)
-    shape = log.with_suffix(".model")
+    made = Options(config=config, **options)
+    environment = made.environment()
+    shape, port = log.with_suffix(".model"), free_port()
     write_shape(config, shape)
-    port, on_host = free_port(), set(devices) == {"cpu"}
-    given: dict[str, Any] = {
-        "model_path": shape,
-        "load_format": "dummy",
-        "dtype": str(dtype).removeprefix("torch."),
-        "context_length": max_length,
-        "max_running_requests": max_num_seqs,
-        "max_prefill_tokens": max_num_batched_tokens,
-        "chunked_prefill_size": max_num_batched_tokens,
-        "tp_size": len(devices),
-        "sampling_mask_max_tokens": config.get_text_config().vocab_size,
-        "mem_fraction_static": gpu_memory_utilization,
-        "log_level": "warning",  # no line for each request
-        "host": "127.0.0.1",
-        "port": port,
-    }
-    flags = ["--incremental-streaming-output", "--skip-server-warmup"]
-    if on_host:
-        given |= _HOST_OPTIONS | {"max_total_tokens": max_num_seqs * max_length}
-        flags += _HOST_FLAGS
-    else:
-        flags.append("--enable-memory-saver")
-    if on_host:
-        environment = _host_environment(config, len(devices))
-    else:
-        environment = {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
-    if enforce_eager and not on_host:
-        flags.append("--disable-cuda-graph")
-    if not enable_prefix_caching:
-        flags.append("--disable-radix-cache")
-    for name, value in (arguments or {}).items():
-        if isinstance(value, bool):  # SGLang's switches have no opposite
-            given.pop(name, None)
-            flags += [f"--{name.replace('_', '-')}"] if value else []
-        else:
-            given[name] = value
     return ServerProcess(
         "SGLang's server",
-        [python, "-m", "sglang.launch_server", *options_of(given), *flags],
+        [python, "-m", "sglang.launch_server", *made.words(shape, port)],
         f"http://127.0.0.1:{port}",
         log,
-        environment=_ENVIRONMENT | environment,
+        environment=environment,
         start_timeout_s=start_timeout_s,
         keeps_log=keeps_log,
     )
