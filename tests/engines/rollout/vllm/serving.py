@@ -32,6 +32,7 @@ def serving(folder: Path, *options: str, environment: dict[str, str] | None = No
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *EAGER]
     command += ["--host", "127.0.0.1", "--port", port, *(ONE if environment is None else ()), *options]
     environment = dict(environment or {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"})
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     process = ServerProcess(
         "a server", command, url, folder / "server.log", environment=environment, start_timeout_s=600.0
     )
