@@ -88,7 +88,7 @@ class SGLangEngine(HTTPEngine):
         self._channel: SharedMemoryChannel | NetworkChannel | None = None
         self._on_gpus, self._ranks, self._dtype = False, 1, torch.float32
         self._mask_limit = self._config.vocab_size
-        self._compared: bool | None = None
+        self._told_unreported = False
         self.has_weights = process is None
         if process is not None or weights is not None:
             self.takes = frozenset({WeightStream})
@@ -281,13 +281,13 @@ class SGLangEngine(HTTPEngine):
                 remedy="start the server with the model and the --dtype of the actor",
             )
         unreported = expected.unreported(reported)
-        if unreported and self._compared is None and self._log is not None:
+        if unreported and not self._told_unreported and self._log is not None:
+            self._told_unreported = True
             names = ", ".join(unreported[:_SHOWN])
             self._log(
                 f"{self.server.url} reports no checksum for {len(unreported)} weights, so they are not "
                 f"compared: {names}"
             )
-        self._compared = not unreported
 
     def give_back(self, tags: Sequence[SleepTag]) -> Collection[SleepTag]:
         """Free memory with SGLang's memory saver."""

@@ -104,6 +104,7 @@ def make_vllm_engine(
     output = log_file or Path(tempfile.mkdtemp(prefix="tandem-vllm-")) / "server.log"
     if common["log"] is not None:
         common["log"](f"vLLM's server writes its log to {output}")
-    process = serve(model_path, config, log=output, keeps_log=log_file is not None, **options)
+    options |= {"start_timeout_s": server.start_timeout, "keeps_log": log_file is not None}
+    process = serve(model_path, config, log=output, **options)
     at = Server(process.url, request_timeout_s=server.request_timeout)
     return VLLMServerEngine(at, config=config, process=process, sleeps=device.type == "cuda", **common)
