@@ -187,7 +187,7 @@ class RolloutContract:
         engine.submit(requests_of(SamplingParams(max_tokens=2), 1, name="short") + long)
         done = set()
         while engine.progress() == start:
-            done |= {sample.id for sample in engine.poll(0.0)}
+            done |= {sample.id for sample in engine.poll(0.01)}
         left = [request for request in long if request.id not in done]
         kept, dropped, last = left[0], left[1], left[-1]
         partial = engine.abort([kept.id, last.id, ("unknown", 0)], keep_partial=True)
@@ -241,7 +241,7 @@ class RolloutContract:
         engine.submit(requests)
         samples = []
         while engine.progress() == start:
-            samples += engine.poll(0.0)
+            samples += engine.poll(0.01)
         engine.update_weights(kind.source(world.other), 1)
         samples = {sample.id: sample for sample in samples + rest_of(engine)}
         assert samples.keys() == {request.id for request in requests}

@@ -7,9 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,14 @@ _PLACE = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 _DIRECT = urllib.request.build_opener(
     urllib.request.ProxyHandler({})
 )  # a proxy cannot reach this machine's server
+
+
+def server_log(program: str, log_file: Path | None, say: Callable[[str], None] | None) -> Path:
+    """Return the file for a server's output, and report it. Without `log_file`, create a temporary folder."""
+    output = log_file or Path(tempfile.mkdtemp(prefix=f"tandem-{program.lower()}-")) / "server.log"
+    if say is not None:
+        say(f"{program}'s server writes its log to {output}")
+    return output
 
 
 class ServerProcess:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.group import GroupEngine, device_name
 from tandem.engines.rollout.http.make import on_servers
+from tandem.engines.rollout.http.process import server_log
 from tandem.engines.rollout.http.shards import WeightsFolder
 from tandem.engines.rollout.sglang.engine import SGLangEngine
 from tandem.engines.rollout.sglang.process import serve
@@ -67,7 +67,7 @@ def make_sglang_engine(
     def start(devices: Sequence[str]) -> SGLangEngine:
         process = serve(
             config,
-            log=_server_log(log_file, common["log"]),
+            log=server_log("SGLang", log_file, common["log"]),
             devices=devices,
             dtype=dtype,
             **{name: common[name] for name in ("max_length", "max_num_seqs")},
@@ -98,10 +98,3 @@ def _way(rollout: EngineConfig, device: torch.device) -> WeightsFolder | Network
     if isinstance(rollout, RolloutConfig):
         return Network(device, None if server.weights_backend == "auto" else server.weights_backend)
     return None
-
-
-def _server_log(log_file: Path | None, say: Callable[[str], None] | None) -> Path:
-    output = log_file or Path(tempfile.mkdtemp(prefix="tandem-sglang-")) / "server.log"
-    if say is not None:
-        say(f"SGLang's server writes its log to {output}")
-    return output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -17,6 +16,7 @@ from tandem.engines.rollout.base import RolloutEngine
 from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.make import on_servers
+from tandem.engines.rollout.http.process import server_log
 from tandem.engines.rollout.vllm.process import check_installed, serve
 from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.errors import ConfigError
@@ -101,9 +101,7 @@ def make_vllm_engine(
         engine: Callable[..., RolloutEngine] = import_module("tandem.engines.rollout.vllm.engine").VLLMEngine
         return engine(model_path=model_path, config=config, **options, **common)
     options |= {name: common[name] for name in ("max_length", "max_num_seqs")}
-    output = log_file or Path(tempfile.mkdtemp(prefix="tandem-vllm-")) / "server.log"
-    if common["log"] is not None:
-        common["log"](f"vLLM's server writes its log to {output}")
+    output = server_log("vLLM", log_file, common["log"])
     options |= {"start_timeout_s": server.start_timeout, "keeps_log": log_file is not None}
     process = serve(model_path, config, log=output, **options)
     at = Server(process.url, request_timeout_s=server.request_timeout)

@@ -23,7 +23,7 @@ from tandem.engines.rollout.sglang.engine import SGLangEngine
 from tandem.engines.weight_sync import WeightSyncError, digest
 from tandem.errors import EngineError
 from tests.contract.rollout import GREEDY, RolloutContract
-from tests.contract.world import EOS, VOCABULARY, EngineKind, logits_of, requests_of
+from tests.contract.world import VOCABULARY, EngineKind, logits_of, requests_of
 from tests.engines.rollout.case import CPU, changed, drain, request, stream, write
 from tests.engines.rollout.http.fakes import Reply
 from tests.engines.rollout.sglang.fake_sglang import FakeSGLang
@@ -53,7 +53,7 @@ class TestSGLang(RolloutContract):
         servers = []
 
         def make_one(world, **options):
-            servers.append(FakeSGLang(copy.deepcopy(world.module), eos=(EOS,), decode=world.decode))
+            servers.append(FakeSGLang(copy.deepcopy(world.module), decode=world.decode))
             return make(servers[-1], tmp_path_factory.mktemp("weights"), vocabulary=VOCABULARY, **options)
 
         options = {"keyed": False, "recomputes": None, "untruncated": False, "modes": ()}
