@@ -172,6 +172,7 @@ def test_mistakes_are_named_before_anything_is_loaded(model, tmp_path):
             tandem.train(model, **given | arguments)
 
 
+@pytest.mark.slow
 def test_answers_and_measures_without_training(model, tmp_path):
     rows = tandem.generate(model, ["1+1=", "2+3="], n=2, config={"data.max_response_length": 4})
     assert [row["prompt"] for row in rows] == ["1+1=", "2+3="]

@@ -42,6 +42,7 @@ def setting(folder: Path, seconds: float = 60) -> Setting:
     return Setting(torch.device("cpu"), True, H100, folder, time.monotonic() + seconds)
 
 
+@pytest.mark.slow
 def test_what_fails_or_has_no_time_is_a_row_and_the_next_goes_on(tmp_path):
     def fails(_: Setting) -> dict[str, Any]:
         raise torch.OutOfMemoryError("16 GiB too few")

@@ -53,6 +53,7 @@ def test_the_config_is_sound_and_the_run_is_refused(lab, tmp_path, missing, word
     missing("train", [*lab.overrides(tmp_path / "run"), *words], telling)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_reward_that_does_not_load_is_named_in_time(lab, tmp_path, missing, monkeypatch):
     monkeypatch.setattr("tandem.rewards.calling.LOAD_SECONDS", 0.5)

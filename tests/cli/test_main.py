@@ -14,6 +14,7 @@ from tandem.cli.main import COMMANDS as KNOWN
 from tandem.cli.main import main
 from tandem.cli.typed import run_typed
 from tandem.config.schema import keys
+from tests.support.marks import slow_but
 
 
 @pytest.mark.parametrize("command", sorted(KNOWN))
@@ -137,7 +138,7 @@ def test_an_accent_in_any_locale(tmp_path, variables):
     }
 
 
-@pytest.mark.parametrize("command", ["export", "generate", "check --model"])
+@pytest.mark.parametrize("command", slow_but({"check --model"}, ["export", "generate", "check --model"]))
 def test_a_signal_in_the_first_second(command, tmp_path):
     """The signal arrives during imports. The first 0.1 s belongs to the interpreter."""
     for sent, wait in ((signal.SIGINT, 0.4), (signal.SIGTERM, 0.7), (signal.SIGINT, 1.0)):

@@ -271,6 +271,7 @@ def head(file: HeadFile, port: int) -> Head:
     return head
 
 
+@pytest.mark.slow
 def test_a_follower_leaves_the_head_time_to_end_first(stand_in, file, head):
     with _launched(stand_in, 1, "--head-file", str(file.path), "--grace", "3") as launcher:
         assert launcher.stdout.readline() == f"node 1: 127.0.0.1 has joined {head}\n"
@@ -291,6 +292,7 @@ def test_a_second_signal_ends_a_follower_at_once(stand_in, file, head):
         assert launcher.wait(timeout=30) == 0
 
 
+@pytest.mark.slow
 def test_a_follower_tries_again_until_the_time_is_over(stand_in, file, head):
     stand_in.write_text("#!/bin/sh\necho no room\nexit 1\n")
     done = _ended(launch(stand_in, 1, "--head-file", str(file.path), "--timeout", "2"))

@@ -90,6 +90,7 @@ def test_the_defaults_of_other_versions_ask_for_nothing(load, version):
 OTHER = {True: False, False: True}
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_keys_with_nothing_to_act_on(load):
     """Such a key is dropped before anything reads the config, whatever its value is."""
     plain = load().config

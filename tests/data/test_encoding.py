@@ -52,6 +52,7 @@ def orders(dataset):
     return EpochOrder(shuffle=True, seed=7), MixedOrder(weights, places, shuffle=True, seed=7)
 
 
+@pytest.mark.slow
 def test_data_go_on_at_any_position_with_any_number_of_workers(files, tokenizer, tmp_path, monkeypatch):
     limits = {"max_prompt_length": 33, "filter_overlong_prompts": True}
     rows = rows_of(150)
@@ -174,6 +175,7 @@ class Deadly(PromptForm):
         return super().pieces(row, template)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("large")
 def test_what_goes_wrong_in_a_process_arrives_with_its_row(files, tokenizer, tmp_path):
     paths = [files.parquet(rows_of(20), "a.parquet"), files.parquet(rows_of(40), "b.parquet")]

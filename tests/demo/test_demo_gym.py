@@ -100,7 +100,11 @@ def test_without_reasoning_gym_the_remedy_is_said(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    ("words", "control"), [(("trainer.test_freq=2",), "none"), (("--algo", "ppo"), "shuffled-rewards")]
+    ("words", "control"),
+    [
+        (("trainer.test_freq=2",), "none"),
+        pytest.param(("--algo", "ppo"), "shuffled-rewards", marks=pytest.mark.slow),
+    ],
 )
 def test_a_short_run(words, control, tmp_path, monkeypatch, capsys):
     made = GYMS["spell_backward"]

@@ -61,6 +61,7 @@ def grid(lab):
     return Grid(lab)
 
 
+@pytest.mark.slow
 def test_a_pair_is_sound_or_refused_with_its_reason(grid):
     verdicts = {
         (estimator, loss): grid.refused(estimator, loss)

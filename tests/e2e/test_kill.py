@@ -137,6 +137,7 @@ def run_with_kills(shop: Shop, moments: list[Moment], steps: int, scratch: Path,
     return hit
 
 
+@pytest.mark.slow
 def test_three_kills(shop, tmp_path):
     moments = [Moment("update_actor"), Moment("save_checkpoint", 0.05), Moment("gen")]
     assert run_with_kills(shop, moments, steps=6, scratch=tmp_path), "every kill came between phases"

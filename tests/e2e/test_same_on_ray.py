@@ -53,7 +53,6 @@ CASES = [
     *(("fp32", layout) for layout in ("two colocated", "four colocated")),
     *(("adapters", layout) for layout in ADAPTED),
 ]
-QUICK = [("fp64", "two colocated")]
 LEARNT = ("reward/mean", "actor/loss", "actor/kl", "actor/entropy", "actor/grad_norm", "critic/loss")
 
 
@@ -73,10 +72,8 @@ def alone(lab):
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_every_layout_gives_the_numbers_of_one_process(lab, alone, ray_cluster, kind, layout):
     name, limit = f"{kind} {layout}", 1e-5 if kind == "fp32" else 1e-9
     rows = run(lab, name, KINDS[kind], (LAYOUTS | ADAPTED)[layout], "trainer.profile.steps=[3]")

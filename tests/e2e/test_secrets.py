@@ -103,6 +103,7 @@ def test_nothing_of_a_run_holds_what_came_from_the_environment(run):
     assert config["actor_rollout_ref"]["rollout"]["n"] == 3
 
 
+@pytest.mark.slow
 def test_who_only_reads_a_run_needs_no_variable(lab, run, tmp_path, capsys):
     assert replay(Run(run), 2).equal
     assert main(["samples", str(run), "--n", "1"]) == 0

@@ -54,6 +54,7 @@ def spoilt(request, strangers, canary):
     return strangers
 
 
+@pytest.mark.slow
 def test_export_refuses_it(spoilt, canary, capsys):
     out = canary.with_name("out")
     for given in (spoilt, spoilt / "checkpoints" / STEP):

@@ -126,7 +126,7 @@ def disk(folder, size):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("size", slow_but(["4k", "16k"], ["4k", "16k", "28k", "40k"]))
+@pytest.mark.parametrize("size", slow_but(["16k"], ["4k", "16k", "28k", "40k"]))
 def test_a_disk_that_is_full(shop, tmp_path, size):
     """The disk is full at the start, before the first step, in it, or when samples are written."""
     with disk(tmp_path / "disk", size) as folder:
@@ -240,6 +240,7 @@ def test_a_breakpoint_in_a_worker(shop, tmp_path):
     assert steps(tmp_path / "run") == [1]
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_until_the_first_is_killed(shop, tmp_path):
     reward, run = tmp_path / "slow.py", tmp_path / "run"
     reward.write_text("import time\n" + GOOD.replace("    return", "    time.sleep(0.2)\n    return"))
@@ -264,6 +265,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(shop, tmp_path):
     assert not (run / "run.lock").exists()
 
 
+@pytest.mark.slow
 def test_another_experiment_does_not_go_on_from_this_one(user):
     """Keys that do not change what is learnt may differ, which is said."""
     user.types("steps=1", SAVING)

@@ -76,6 +76,7 @@ KINDS = {  # the body of a function, and its score; None: the function fails
     "changes its surroundings": ("os.chdir('/'); os.umask(0o777); os.environ.clear(); return 1.0", 1.0),
     "closes its streams": ("sys.stdout.close(); sys.stderr = None; os.close(1); return 1.0", 1.0),
 }
+SLOW = {"stops its parent", "half an answer", "reads its questions", "stops", "__float__ never ends"}
 HEAD = """
 import asyncio, ctypes, numbers, os, resource, shutil, signal, sys, tempfile, threading, time
 FOLDER = {folder!r}
@@ -120,7 +121,7 @@ def servers():
     return [each for each in psutil.Process().children() if "rewards.forkserver" in "".join(each.cmdline())]
 
 
-@pytest.mark.parametrize("kind", slow_but(set(KINDS) - {"stops its parent"}, KINDS))
+@pytest.mark.parametrize("kind", slow_but(KINDS.keys() - SLOW, KINDS))
 def test_what_a_function_does_costs_its_own_score_alone(kind, tmp_path, hostile, pool):
     body, score = KINDS[kind]
     made = pool(hostile(body), num_workers=1, timeout=TIMEOUT, on_error="zero")
@@ -188,11 +189,11 @@ def test_a_function_that_changes_what_it_is_given_changes_it_for_no_other_call(o
     assert truth == []
 
 
-@pytest.mark.parametrize("act", [
+@pytest.mark.parametrize("act", slow_but({"await asyncio.sleep(600)", "os.fork()"}, [
     "asyncio.current_task().cancel(); await asyncio.sleep(1)", "await asyncio.sleep(600)", "time.sleep(600)",
     "await asyncio.gather(asyncio.sleep(0), fails())", "await asyncio.create_task(exits())", "os.fork()",
     "raise KeyboardInterrupt", "asyncio.get_running_loop().stop(); await asyncio.sleep(600)",
-])  # fmt: skip
+]))  # fmt: skip
 def test_an_asynchronous_function_costs_its_own_score_alone(act, own, pool):
     reward = own(
         "import asyncio, os, sys, time\nasync def fails(): raise ValueError\nasync def exits(): sys.exit(3)\n"

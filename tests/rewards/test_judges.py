@@ -220,6 +220,7 @@ def terms(server):
     return own_reward(CustomRewardConfig(terms=given))
 
 
+@pytest.mark.slow
 def test_a_term_of_a_sum_in_processes_keeps_to_the_limits_together(served, tmp_path):
     served.pause = 0.05
     texts = [f"text {n}" for n in range(130)]  # makes three calls of at most 64

@@ -155,6 +155,7 @@ def test_a_failure_is_handled_in_this_process_too(reward, pool):
     assert made.counts == {"failed": 1}
 
 
+@pytest.mark.slow
 def test_asynchronous_calls_wait_side_by_side_and_a_failed_one_fails_alone(reward, pool):
     made = pool(reward("waiting"), num_workers=1, on_error="zero")
     made.score(items_of("ok 0"))
@@ -191,6 +192,7 @@ def test_temporary_files_go_with_the_pool(reward):
     assert not Path(scored.why).parent.exists()
 
 
+@pytest.mark.slow
 def test_a_silent_function_is_spoken_of_once(reward, pool, monkeypatch):
     monkeypatch.setattr("tandem.rewards.pool.SLOW_SECONDS", 0.5)
     said = []

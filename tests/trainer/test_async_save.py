@@ -60,6 +60,7 @@ def test_the_same_run_and_the_same_checkpoints(lab, whole):
     assert_same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_training_goes_on_meanwhile_and_the_end_waits(lab, whole):
     """The write of step 2 is held until step 3 is done; the last write takes a second."""
     step_three, seen = threading.Event(), []

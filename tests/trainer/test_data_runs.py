@@ -42,6 +42,7 @@ def uids(run, step):
     return run.samples(step)["uid"][::3]
 
 
+@pytest.mark.slow
 def test_a_mixture_over_a_file_that_grew(lab, words):
     """Nine rows make epochs of two steps. After the stop at step 3 there are 21 rows, used from step 5 on."""
     words = (words, "data.mixture={easy: 1, hard: 3}")
@@ -78,6 +79,7 @@ def test_other_old_rows_are_refused_and_other_answers_are_not(lab, words, change
     assert ("first 9 are not those" if change == "another prompt" else "rows 8") in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_ones_own_trains_and_goes_on(lab, words):
     (lab.folder / "own_rows.py").write_text(OWN)
     words = (words, f"data.custom_cls.path={lab.folder / 'own_rows.py'} data.custom_cls.name=Sums")

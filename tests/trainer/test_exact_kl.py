@@ -57,6 +57,7 @@ def test_the_kl_of_the_second_step_is_that_of_the_first_steps_weights(lab, rewar
     assert np.mean(means) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [LOSS, REWARD], ids=["loss", "reward"])
 def test_adapters_are_compared_with_their_base(lab, reward, words):
     finished = lab.run(f"adapted {words}", f"M.lora_rank=4 steps=3 {words}", reward)
@@ -64,6 +65,7 @@ def test_adapters_are_compared_with_their_base(lab, reward, words):
     assert finished.rows[0]["actor/kl"] == 0.0 < finished.rows[2]["actor/kl"]
 
 
+@pytest.mark.slow
 def test_both_terms_at_once_and_several_updates_per_step(lab, reward):
     words = "A.ppo_mini_batch_size=2 A.use_dynamic_bsz=true A.ppo_max_token_len_per_gpu=20"
     finished = lab.run("both", LOSS, REWARD, reward, words)
@@ -136,6 +138,7 @@ def test_each_prompt_is_answered_greedily_once_and_scored_like_its_samples(lab, 
     assert 0 < row["timing/gen_max"] < row["timing/step"]
 
 
+@pytest.mark.slow
 def test_the_samples_are_those_of_a_run_without_baselines(lab, own):
     with_them, without = (run(lab, own, name, STILL) for name in ("against_greedy", "in_turn"))
     assert with_them.samples(1)["tokens"] == without.samples(1)["tokens"]
@@ -159,6 +162,7 @@ def test_a_reward_model_scores_greedy_responses_too(lab, own):
     assert np.std(expected) > 0
 
 
+@pytest.mark.slow
 def test_the_sum_of_squared_probabilities_is_that_of_each_tokens_distribution(lab, own):
     finished = run(lab, own, "by_collisions", STILL, "R.temperature=0.7")
     model = AutoModelForCausalLM.from_pretrained(lab.model, dtype=torch.float64)
@@ -209,6 +213,7 @@ def test_components_that_differ_between_samples_name_the_sample():
         reward_components([{}, {}], ())
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_returns_other_numbers_ends_with_that(lab, own):
     with pytest.raises(RewardError, match="differ from sample to sample"):
         run(lab, own, "in_turn", STILL, "data.shuffle=false", reward="score_unevenly")

@@ -56,6 +56,7 @@ def test_a_failed_score_counts_as_nothing(lab, words, capfd):
     assert len(servers) <= 1  # only the server that forks processes may be left
 
 
+@pytest.mark.slow
 def test_a_failed_score_leaves_its_sample_out(lab, words, monkeypatch):
     watched = Mock(wraps=steps.minibatches)
     monkeypatch.setattr("tandem.trainer.ppo.minibatches", watched)

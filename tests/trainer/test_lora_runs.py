@@ -76,6 +76,7 @@ def test_exports_compute_what_the_adapters_do(lab, whole, tmp_path):
     assert all(name.startswith("base_model.model.model.layers.") for name in tensors)
 
 
+@pytest.mark.slow
 def test_a_base_that_changed_is_not_merged(lab, words, whole, tmp_path):
     file = lab.model / "model.safetensors"
     kept = file.read_bytes()
@@ -101,6 +102,7 @@ def test_a_run_without_adapters_has_none_to_export(lab, tmp_path):
         export_checkpoint(run.folder, tmp_path / "out", adapter=True)
 
 
+@pytest.mark.slow
 def test_a_critic_with_adapters_learns_and_goes_on(lab):
     words = "GAE critic.model.lora_rank=4 critic.optim.lr=0.01 trainer.save_freq=2"
     run = lab.run("critic", words, "steps=4")

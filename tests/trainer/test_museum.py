@@ -34,7 +34,7 @@ def found(lab, name, fault):
     return told[0]["name"], told[0]["step"]
 
 
-QUICK = ("weights damaged", "top-p", "loss scale")
+QUICK = ("weights damaged", "loss scale")
 """The faults in the default set of tests; the long set tries the others."""
 
 
@@ -46,6 +46,7 @@ def test_the_fault_is_named(lab, name):
     assert fault.named == "reward_constant" or fault.effect <= step <= fault.effect + SOON - 1, step
 
 
+@pytest.mark.slow
 def test_a_fault_that_lasts_is_told_once_however_often_the_run_goes_on(lab):
     fault, said = FAULTS["loss scale"], []
     with pytest.MonkeyPatch.context() as patch:

@@ -38,6 +38,7 @@ def test_losses_are_those_of_a_run_that_stayed(lab, whole):
     assert moved.checkpoints == ["step_000002", "step_000003"]
 
 
+@pytest.mark.slow
 def test_a_run_that_moved_can_be_resumed(lab, whole):
     class MovesOnce(PPOTrainer):
         def at_step_boundary(self, step: int) -> None:
@@ -60,6 +61,7 @@ def test_moving_to_what_is_not_there_says_so_and_keeps_the_checkpoint(lab):
     assert (lab.folder / "greedy" / "checkpoints" / "step_000001").is_dir()
 
 
+@pytest.mark.slow
 def test_a_rollout_of_its_own_gets_the_actors_weights_when_it_has_old_ones(lab, monkeypatch):
     """With two updates a step, weights go to the rollout after six updates and after eight, once each."""
     exported, original = [], ActorWorker.export_weights

@@ -49,6 +49,7 @@ def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab, whole, step, words):
         assert torch.equal(value, reference_weights(resumed)[name])
 
 
+@pytest.mark.slow
 def test_with_the_reference_the_optimizer_begins_anew(lab, whole):
     """A first step of Adam moves each weight by the learning rate, whatever its gradient is."""
     longest = {}

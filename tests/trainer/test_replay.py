@@ -79,6 +79,7 @@ def test_a_step_is_what_it_was_and_the_folder_stays_as_it_is(lab, grpo):
     assert contents(grpo.folder) == before
 
 
+@pytest.mark.slow
 def test_a_critic_and_a_controller_go_on_from_the_first_model(lab):
     run = make(lab, "ppo", PPO)
     found = replay(Run(run.folder), 2)
@@ -139,6 +140,7 @@ def test_another_reward_may_read_what_a_run_keeps_by_name(lab, grpo):
     assert str(caught.value.got).endswith("reads difficulty")
 
 
+@pytest.mark.slow
 def test_attribution_adds_up_to_the_steps_gradient(grpo):
     told = tandem.open(grpo.folder).replay(3, attribute=True)
     updates = told["attribution"]["updates"]

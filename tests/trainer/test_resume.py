@@ -26,6 +26,7 @@ def test_a_resumed_run_equals_the_whole_one(lab, words, whole, step):
     assert resumed.samples(8)["tokens"] == whole.samples(8)["tokens"]
 
 
+@pytest.mark.slow
 def test_metrics_that_a_crash_lost_after_the_save_come_back(lab, words, whole):
     first = lab.run("gap", *words)
     lines = (first.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -96,6 +97,7 @@ def test_going_back_leaves_the_later_branch_aside(lab, words, whole):
     assert_same(lab.run("back", *words), whole)
 
 
+@pytest.mark.slow
 def test_validation_only_loses_nothing_of_the_run(lab, words, whole):
     first = lab.run("looked_at", *words)
     before = without_times(first.rows)

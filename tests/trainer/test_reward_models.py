@@ -97,6 +97,7 @@ def test_the_kl_is_the_weighted_sum_over_the_references(whole):
     assert row["actor/kl/far"] > 2 * row["actor/kl/old"] > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_one_bit_by_bit(lab, given, whole):
     assert_same(lab.resumed("stopped", *given, at=3), whole)
 

@@ -14,6 +14,7 @@ def check_resumed(lab, run, *words, at):
     assert without_times(again.rows)[-2:] == without_times(run.rows)[-2:]
 
 
+@pytest.mark.slow
 def test_group_sizes_follow_the_schedule_and_mini_batches_follow_them(lab):
     sizes = "R.n=3 R.n_schedule={4: 2, 2: 5} A.ppo_mini_batch_size=2"
     words = (sizes, "GAE ADAPTIVE steps=4 trainer.save_freq=1", lab.letters, lab.validated)

@@ -213,6 +213,7 @@ def _answers(client):
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_half_open_connections_keep_nobody_out(quick, held):
     silent = [_connected(quick, held, 5) for _ in range(400)]
     assert max(_answers(quick) for _ in range(5)) < 2

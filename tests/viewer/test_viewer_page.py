@@ -70,6 +70,7 @@ def test_runs_are_chosen_by_a_click_and_added_by_a_tick(viewer):
     assert page.locator(".facts h2").text_content() == viewer.run("b")
 
 
+@pytest.mark.slow
 def test_a_run_of_another_version_and_one_without_rewards(viewer):
     page = viewer.open("overview", "later")
     await_text(page.get_by_role("alert"), "format 2")
@@ -79,6 +80,7 @@ def test_a_run_of_another_version_and_one_without_rewards(viewer):
     assert page.locator("main h2").all_text_contents()[1:3] == ["Loss", "Policy"]
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_is_written(viewer, client_of_all, runs):
     folder = RunFolder(write_viewed(runs / "alive", steps=2))
     client_of_all.server.api._shelf._searched = -100.0

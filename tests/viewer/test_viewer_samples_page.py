@@ -13,6 +13,7 @@ from tests.support.viewing import GROUP, STEPS, many_samples, viewing, write_vie
 from tests.support.viewing_page import COUNT, Viewer, await_text, summary
 
 
+@pytest.mark.slow
 def test_samples_are_filtered_by_text_ranges_and_ticks(viewer):
     page = viewer.open("samples")
     summary(viewer, COUNT)
@@ -47,6 +48,7 @@ TYPE_WHILE_SEARCHING = """field => {
 }"""
 
 
+@pytest.mark.slow
 def test_letters_typed_while_a_search_begins_are_kept(viewer):
     page = viewer.open("samples")
     summary(viewer, COUNT)
@@ -178,6 +180,7 @@ def test_hostile_texts_are_shown_and_not_obeyed(viewer):
     assert obeyed.count() == 0
 
 
+@pytest.mark.slow
 def test_a_large_group_is_turned_over_page_by_page(browser, tmp_path):
     run, count = write_viewed(tmp_path / "run", steps=1), 2 * sample.GROUP + 5
     texts = {"response_text": [f"answer number {number}" for number in range(count)]}

@@ -20,6 +20,7 @@ def four(folder):
     return roles.on_ranks("all_roles", folder, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "samples"), [("first", 14), ("second", 6)])
 def test_every_column_is_that_of_one_rank(one, four, step, samples):
     found, wanted = four[step]["batch"], one[step]["batch"]

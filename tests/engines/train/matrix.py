@@ -63,26 +63,22 @@ DIVISIONS = {
     "stages and tokens": {"sequence_parallel": 2, "fsdp": {"pipeline_parallel_size": 2}},
     "four stages": {"fsdp": {"pipeline_parallel_size": 4}},
 }
-ON_TWO = {
-    "shards": ("plain", "scores", "adapters", "adapters offloaded"),
-    "copies": ("plain",),
-    "tokens": ("plain", "fp32", "values"),
-    "tokens of copies": ("plain",),
-    "layers": ("plain", "untied", "bf16", "values", "scores", "recomputed", "offloaded", "adapters"),
-    "stages": (
-        *("plain", "five layers", "bf16", "values", "scores", "partly recomputed", "reduced often"),
-        *("all rows at once", "one row at once", "by tokens", "a rank without rows", "muon"),
-    ),
-}
+ON_TWO = {"shards": ("plain",), "tokens": ("plain",), "layers": ("plain",), "stages": ("plain",)}
+STAGES = (
+    *("five layers", "bf16", "values", "scores", "partly recomputed", "reduced often", "all rows at once"),
+    *("one row at once", "by tokens", "a rank without rows", "muon"),
+)
 LONG_ON_TWO = {
-    "shards": ("adapters of values",),
-    "copies": ("adapters",),
-    "tokens": ("adapters",),
+    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values"),
+    "copies": ("plain", "adapters"),
+    "tokens": ("fp32", "values", "adapters"),
+    "tokens of copies": ("plain",),
     "layers": (
-        *("fp32", "biases", "adapters recomputed", "adapters on some layers", "adapters of values"),
-        *("all rows at once", "padded"),
+        *("untied", "bf16", "values", "scores", "recomputed", "offloaded", "adapters", "fp32", "biases"),
+        *("adapters recomputed", "adapters on some layers", "adapters of values", "all rows at once"),
+        "padded",
     ),
-    "stages": ("untied", "fp32", "padded", "gathered"),
+    "stages": (*STAGES, "untied", "fp32", "padded", "gathered"),
 }
 ON_FOUR = {
     "shards": ("plain",),
@@ -93,15 +89,15 @@ ON_FOUR = {
     "layers of copies": ("untied",),
     "layers and tokens": ("plain",),
     "layers by four": ("four heads",),
-    "stages": (*ON_TWO["stages"], "untied"),
+    "stages": ("plain", *STAGES, "untied"),
     "stages of copies": ("plain",),
     "stages and layers": ("plain",),
     "stages and tokens": ("untied",),
     "four stages": ("five layers",),
 }
 JOURNEYS = {
-    "2 quick": {"plain": ("shards", "layers")},
     "2 long": {
+        "plain": ("shards", "layers"),
         "adapters": ("shards", "layers"),
         "untied": ("shards", "layers", "stages"),
         **dict.fromkeys(("muon", "foreach", "updated on the host"), ("shards",)),

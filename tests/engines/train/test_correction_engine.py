@@ -101,6 +101,7 @@ def on_each_rank(folder, batch):
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_are_as_one(batch, folder):
     alone = on_each_rank(folder, batch)
     for found in on_ranks(on_each_rank, folder, batch):

@@ -18,6 +18,7 @@ from tests.engines.train import matrix, synthetic
 from tests.engines.train.matrix import DIVISIONS, FEATURES, engine_of
 from tests.engines.train.on_ranks import on_ranks
 from tests.engines.train.synthetic import same
+from tests.support.marks import slow_but
 
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-5}
 EMBEDDING = "model.embed_tokens.weight"
@@ -147,7 +148,7 @@ def special(models):
     }
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=slow_but((), [2, 4]))
 def specials(models, request):
     return on_ranks(special, models, ranks=request.param)
 

@@ -66,6 +66,7 @@ def under_each(folder):
     return [compared(folder, division) for division in DIVISIONS]
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_finds_and_learn_the_same(folder, single):
     for ranks in zip(*on_ranks(under_each, folder), strict=True):
         assert single["outputs"]["ref_kl"].max() > 1e-2

@@ -199,6 +199,7 @@ def started(folder, adapter):
     return [weights(engine_of(folder, divided, lora_adapter_path=adapter)) for divided in divisions]
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_are_where_training_starts(folder, tmp_path):
     merged = peft_folder(folder, tmp_path)
     wanted = {name: p.detach() for name, p in merged.named_parameters()}

@@ -167,6 +167,7 @@ def saved(folder, tmp_path_factory, request):
     return path, on_ranks(in_each_precision, save, folder, path, ranks=request.param)[0]
 
 
+@pytest.mark.slow
 def test_what_is_written_beside_training_is_the_state_when_it_began(saved):
     for precision, record in saved[1].items():
         for way in WAYS:

@@ -19,7 +19,7 @@ def case(dtype, count, options, *marks):
     case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}, pytest.mark.slow),
     case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}, pytest.mark.slow),
     case(torch.float64, 50, {"enable_prefix_caching": False}, pytest.mark.slow),
-    case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}),
+    case(torch.float64, 50, {"enable_chunked_prefill": False, "max_num_batched_tokens": 9}, pytest.mark.slow),
     case(torch.float64, 50, {"runner": "module", "max_num_seqs": 5, "block_size": 2}),
     case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 3, "num_gpu_blocks_override": 30}),
     case(torch.float64, 100, {}, pytest.mark.slow), case(torch.float64, 50, AHEAD, pytest.mark.slow),

@@ -155,6 +155,7 @@ def test_a_distribution_that_the_server_cannot_report_is_refused(server, engine)
     assert len(generate(engine, [request(max_tokens=2, top_p=0.9, top_k=50)])) == 1
 
 
+@pytest.mark.slow
 @through_each_channel
 def test_ten_updates_arrive_and_leave_no_files(server, engine, tiny, tmp_path):
     assert engine.takes == {WeightStream}
