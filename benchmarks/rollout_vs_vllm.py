@@ -179,6 +179,7 @@ class SGLang:
     def __init__(self, module: PreTrainedModel, _dtype: str, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["PYTHONPATH"] = str(ROOT / "tests/support/sglang_on_cpu")
+        module.config.architectures = [type(module).__name__]  # as in the folder of a model
         process = serve(
             module.config,
             log=Path(tempfile.mkdtemp(prefix="sglang-")) / "server.log",

@@ -45,6 +45,12 @@ def rollout_vs_vllm(file: Any) -> Shown:
     )
 
 
+def rollout_vs_sglang(file: Any) -> Shown:
+    [row] = file["results"]
+    native, vllm, sglang = (f"{row['tokens_per_s'][name]:,.0f}" for name in ("tandem", "vllm", "sglang"))
+    yield f"{native} of the native engine, {vllm} of vLLM 0.32, {sglang} of SGLang {file['peer']['sglang']}"
+
+
 def grpo_step_vs_trl(file: Any) -> Shown:
     fp32, bf16, spread, spread_bf16 = (
         f"{one(file['rows'], mode=mode, precision=precision)['ratio']:.2f}"
@@ -318,9 +324,9 @@ def bench(file: Any) -> Shown:
 
 
 FIGURES = (
-    rollout_vs_vllm, grpo_step_vs_trl, gpu_decode, gpu_step, dispatch, controller_traffic, log_prob_head,
-    packing, update_vs_trl, levers, advantages, learning_curves, learning_warnings, data_rows, viewer,
-    sandbox, reward_pool, demo_tasks, healthy_runs, tutorials, scoreboard, bench, *PLANS,
+    rollout_vs_vllm, rollout_vs_sglang, grpo_step_vs_trl, gpu_decode, gpu_step, dispatch, controller_traffic,
+    log_prob_head, packing, update_vs_trl, levers, advantages, learning_curves, learning_warnings, data_rows,
+    viewer, sandbox, reward_pool, demo_tasks, healthy_runs, tutorials, scoreboard, bench, *PLANS,
 )  # fmt: skip
 SHOWN = {f"{each.__name__}.json": each for each in FIGURES}
 UNSHOWN = {"weight_sync.json"}

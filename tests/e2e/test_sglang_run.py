@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from importlib.util import find_spec
 
@@ -81,3 +83,9 @@ def test_a_server_that_is_killed_is_named_and_the_run_goes_on(shop, killed):
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed from" in resumed.stdout
     assert [row["step"] for row in read_metrics(metrics)] == [1, 2, 3]
+
+
+def test_the_benchmark():
+    program = [sys.executable, "benchmarks/rollout_vs_vllm.py", "--tiny", "--engines", "tandem", "sglang"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    assert done.returncode == 0 and "tandem / sglang" in done.stdout, done.stderr
