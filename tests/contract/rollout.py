@@ -141,6 +141,12 @@ class RolloutContract:
             barred = more.get("min_tokens", 0)
             assert [token == EOS for token in sample.token_ids] == [i >= barred for i in range(count)]
 
+    @pytest.mark.parametrize("response", [1, 4, MAX_LENGTH - 4])
+    def test_a_sequence_may_have_the_whole_length(self, engine, response):
+        params = SamplingParams(max_tokens=response)
+        [sample] = generate(engine, [Request("whole", 0, prompt(3, MAX_LENGTH - response), params)])
+        assert (len(sample.token_ids), sample.finish_reason) == (response, "length")
+
     def test_a_stop_string_ends_and_is_kept(self, world, engine):
         """It may span tokens; one that ends within the first min_tokens, or in the prompt, does not count."""
         [request] = requests_of(GREEDY, 1)

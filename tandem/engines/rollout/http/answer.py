@@ -113,6 +113,13 @@ class Answer(Written):
                 count,
                 expected=f"{least} to {params.max_tokens}",
             )
+        if reason == "length" and count < params.max_tokens:
+            raise self.failure(
+                "the server ended a response before it had the length that was requested",
+                count,
+                expected=params.max_tokens,
+                remedy="start the server with a longer context",
+            )
         stop = next((at for at, token in enumerate(self.token_ids) if token in params.stop_token_ids), None)
         if stop not in (None, count - 1) or (reason == "stop" and stop is None and not params.stop):
             raise self.failure(

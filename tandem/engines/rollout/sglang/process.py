@@ -22,7 +22,12 @@ _END_TOKENS = ("eos_token_id", "bos_token_id")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _HOST_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 # If one of its processes dies, a server would wait a minute for a dump of the GPUs before it ends.
-_ENVIRONMENT = {"SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
+_ENVIRONMENT = {
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the tokens that the server reserves
+}
+# A server with a context of C tokens accepts prompts of C - 6 tokens, and ends a response at C - 2 tokens.
+_RESERVED = 6
 _HOST_OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -118,7 +123,7 @@ class Options:
             "model_path": model_path,
             "load_format": "dummy",
             "dtype": str(self.dtype).removeprefix("torch."),
-            "context_length": self.max_length,
+            "context_length": self.max_length + _RESERVED,
             "max_running_requests": self.max_num_seqs,
             "max_prefill_tokens": self.max_num_batched_tokens,
             "chunked_prefill_size": self.max_num_batched_tokens,
@@ -131,7 +136,7 @@ class Options:
         }
         flags = ["--incremental-streaming-output", "--skip-server-warmup"]
         if self.on_host:
-            given |= _HOST_OPTIONS | {"max_total_tokens": self.max_num_seqs * self.max_length}
+            given |= _HOST_OPTIONS | {"max_total_tokens": self.max_num_seqs * (self.max_length + _RESERVED)}
             flags += _HOST_FLAGS
         else:
             flags += ["--enable-memory-saver", *(["--disable-cuda-graph"] if self.enforce_eager else [])]

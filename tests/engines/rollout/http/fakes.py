@@ -224,8 +224,8 @@ class FakeOpenAI(FakeServer):
             if fault == "error":
                 yield {"error": {"message": "out of memory", "code": 500}}
                 return
-            if fault == "other stop":
-                yield {"choices": [choice | {"finish_reason": "stop"}]}
+            if fault in ("other stop", "other length"):
+                yield {"choices": [choice | {"finish_reason": fault.removeprefix("other ")}]}
                 return
             yield {"choices": [choice]}
             first = {}

@@ -144,6 +144,7 @@ def test_the_model_must_be_clear(server, make, models):
     ("error", EngineError, "reported an error", "out of memory"),
     ("garbage", EngineError, "not JSON", "{oops"),
     ("other stop", EngineError, "stop tokens", "finish reason 'stop'"),
+    ("other length", EngineError, "before it had the length", ": 1"),
     ("short", ServerLost, "ended before", "1 tokens"),
     ("drop", ServerLost, "broke during the answer", "RemoteProtocolError"),
     ("500", ServerLost, "refused", '500 {"error": "500 as planned"}'),
