@@ -1,9 +1,9 @@
 """Masks that say which earlier tokens a layer attends to, without a matrix.
 
-Models of transformers build their masks themselves: causal, within a sliding window, or within a chunk. For an
-attention function that is registered here, a model gets a `Mask` object in place of a tensor. It passes the
-object to its layers, and the attention function reads the window or chunk from it. So a layer's window is right
-even if the model applies it in the mask alone.
+Models of transformers build their masks themselves: causal, within a sliding window, or within a chunk. For
+an attention function that is registered here, a model gets a `Mask` object in place of a tensor. It passes
+the object to its layers, and the attention function reads the window or chunk from it. So a layer's window is
+right even if the model applies it in the mask alone.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Mask:
 def attending(tokens: Any) -> Iterator[None]:
     """Inside the context, put `tokens` into the masks that a model builds.
 
-    Call the model with an `attention_mask` of ones, (1, N) bool. Without it, transformers would look for packed
-    sequences in the positions, which waits for the device.
+    Call the model with an `attention_mask` of ones, (1, N) bool. Without it, transformers would look for
+    packed sequences in the positions, which waits for the device.
     """
     before = _tokens.set(tokens)
     try:

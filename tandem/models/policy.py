@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,6 +19,7 @@ from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
 from tandem.models.kernels import Kernels
 from tandem.models.lora import plain_name, without_adapters
+from tandem.models.masks import attending
 from tandem.models.packing import PackedInputs
 from tandem.models.tensor_group import TensorGroup, local
 
@@ -187,12 +189,14 @@ def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
     """Return (1, N, D) the decoder's output for the token ids, or for an earlier stage's hidden states."""
     tokens = {"input_ids": inputs.input_ids.unsqueeze(0)}
-    out = decoder(
-        **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
-        position_ids=inputs.packing.position_ids.unsqueeze(0),
-        use_cache=False,
-        packing=inputs.packing,
-    )
+    positions_1N = inputs.packing.position_ids.unsqueeze(0)
+    with attending(inputs.packing):
+        out = decoder(
+            **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
+            attention_mask=torch.ones_like(positions_1N, dtype=torch.bool),
+            position_ids=positions_1N,
+            use_cache=False,
+        )
     hidden: Tensor = out.last_hidden_state
     return hidden
 
