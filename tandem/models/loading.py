@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from tandem.errors import IncompleteModelError, ModelError
+from tandem.models.angles import fit_angles
 from tandem.models.architectures import (
     architecture_of,
     auto_class,
@@ -213,6 +214,7 @@ def _build(
     model = _load(kind, path, config, absent, options) if weights else _skeleton(kind, path, config, options)
     require_trainable(model, scorer=scorer)
     speed_up_linears(model)
+    fit_angles(model)
     return model
 
 

@@ -94,6 +94,12 @@ class Packing:
             self._chunked[chunk] = Packing(pieces, self.position_ids.device, self.split)
         return self._chunked[chunk]
 
+    def places_in_rows(self) -> Tensor:
+        """Return (N) int64, the position of each token if each sequence has a row of the longest length."""
+        starts_B = torch.arange(len(self.lengths)) * self.max_length
+        starts_N = starts_B.repeat_interleave(torch.tensor(self.lengths))
+        return starts_N.to(self.position_ids.device) + self.position_ids
+
     def lengths_here(self) -> Tensor:
         """Return (N) int64, the length of each token's sequence, for this rank's shard of the tokens."""
         lengths_B = torch.tensor(self.lengths)

@@ -36,6 +36,8 @@ class PackedModel(nn.Module):
         starts_at_zero: the names of parameters that no model folder contains. They are initialized with
             zeros.
         kernels: the kernels that compute the layers and outputs.
+        in_rows: whether each sequence gets a row of its own, padded on the right, for an architecture whose
+            sequences cannot be packed (see `may_pack`). The padding is computed too.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class PackedModel(nn.Module):
     whole_sequences = False
     starts_at_zero: frozenset[str] = frozenset()
     kernels = Kernels()
+    in_rows = False
     model: Any
 
     @property
@@ -131,7 +134,7 @@ class PolicyModel(PackedModel):
                 are missing.
         """
         self.check_outputs(outputs)
-        hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
+        hidden_KD = decode(self, inputs).index_select(0, inputs.sources)
         weight = self.output_layer.weight
         options: Any = {"temperature": self.temperature, "group": self.tensor_group}
         log_probs_K, entropy_K = self.head(
@@ -181,9 +184,10 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
             module.temperature = own
 
 
-def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
+def decode(module: PackedModel, inputs: PackedInputs) -> Tensor:
     """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm."""
-    return hidden_states(decoder, inputs).squeeze(0)
+    hidden_1ND = in_rows(module.decoder, inputs) if module.in_rows else hidden_states(module.decoder, inputs)
+    return hidden_1ND.squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
@@ -199,6 +203,19 @@ def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
         )
     hidden: Tensor = out.last_hidden_state
     return hidden
+
+
+def in_rows(decoder: Any, inputs: PackedInputs) -> Tensor:
+    """Return (1, N, D) the decoder's output if each sequence has a row of its own, padded on the right.
+
+    Each token depends only on earlier tokens, so padding on the right needs no mask.
+    """
+    packing = inputs.packing
+    places_N = packing.places_in_rows()
+    shape = (len(packing.lengths), packing.max_length)
+    ids_BT = inputs.input_ids.new_zeros(shape).flatten().index_copy(0, places_N, inputs.input_ids).view(shape)
+    out = decoder(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
+    return out.last_hidden_state.flatten(0, 1).index_select(0, places_N).unsqueeze(0)
 
 
 def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:

@@ -112,7 +112,7 @@ def _product(q_BHQD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float, **mas
 
 
 def _seen(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return (Q, S) bool, the keys that each query attends to. The last query and the last key are one token."""
+    """Return (Q, S) bool, the keys that each query attends to. The last query is the last key's token."""
     seen_QS = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen_QS.triu(keys - queries - window + 1) if window else seen_QS
 

@@ -75,7 +75,7 @@ def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:
     because bf16 would round the result to three digits.
     """
     head = module.output_layer
-    hidden_KD = decode(module.decoder, inputs).index_select(0, inputs.sources)
+    hidden_KD = decode(module, inputs).index_select(0, inputs.sources)
     out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
     bias_1 = None if head.bias is None else local(head.bias).to(out_type)
     out_KL = nn.functional.linear(hidden_KD.to(out_type), local(head.weight).to(out_type), bias_1)

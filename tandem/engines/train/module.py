@@ -15,7 +15,7 @@ from tandem.config.optim import OptimConfig
 from tandem.config.rules.engine import conflicts
 from tandem.engines.train.deterministic import prepare
 from tandem.engines.train.optimizers import require_optimizer
-from tandem.models.architectures import require_packable
+from tandem.models.architectures import may_pack, require_task, rows_attention
 from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
 from tandem.models.heads import head_name, make_head
@@ -99,14 +99,17 @@ def unsharded_module(
     require_peft(model)
     remote, scorer = model.trust_remote_code, kind == "score"
     config = load_config(path, trust_remote_code=remote)
-    require_packable(path, config, scorer=scorer, trust_remote_code=remote)
+    architecture = require_task(path, config, scorer=scorer, trust_remote_code=remote)
+    packs = may_pack(architecture, config)
     load = partial(load_scorer, new_head=True) if scorer else load_policy
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     options: dict[str, Any] = {
         "dtype": settings.master,
         "trust_remote_code": remote,
-        "attention": attention_name(model.attn_implementation, device, width),
+        "attention": attention_name(model.attn_implementation, device, width)
+        if packs
+        else rows_attention(architecture),
     }
 
     def made(*, weights: bool) -> PackedModel:
@@ -119,6 +122,7 @@ def unsharded_module(
             module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
+        module.in_rows = not packs
         module.kernels = Kernels(layers, head_name(model.head, device) if kind == "policy" else None)
         module.requires_grad_(trains).train(trains)
         if model.lora_rank and trains:
