@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
+from tandem.models.decoders import decoder_name, layers_of
 from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
 from tandem.models.kernels import Kernels
+from tandem.models.logits import LogitRule, for_bias, with_bias
 from tandem.models.lora import plain_name, without_adapters
 from tandem.models.masks import attending
 from tandem.models.packing import PackedInputs
@@ -29,7 +31,11 @@ class PackedModel(nn.Module):
 
     All inputs are integer ids, because FSDP may cast floating-point arguments.
 
+    Args:
+        model: a model of transformers.
+
     Attributes:
+        model: the model, or the part of it that is used.
         kind: the type of the model: "policy", "value" or "score".
         outputs: the names of its outputs.
         whole_sequences: whether the model scores sequences instead of predicting tokens; see `pack`.
@@ -46,12 +52,23 @@ class PackedModel(nn.Module):
     starts_at_zero: frozenset[str] = frozenset()
     kernels = Kernels()
     in_rows = False
-    model: Any
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder_name = decoder_name(model)
+        self.model = model
 
     @property
     def decoder(self) -> Any:
         """The decoder: embedding, layers and final norm, without the head."""
-        return self.model.model
+        return self.model.get_submodule(self.decoder_name)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers of the decoder."""
+        found = layers_of(self.decoder)
+        assert found is not None  # `require_trainable` refuses such a decoder
+        return found
 
     @property
     @abstractmethod
@@ -86,8 +103,9 @@ class PolicyModel(PackedModel):
     Attributes:
         tensor_group: the tensor-parallel group of ranks that split the layers and the vocabulary; None: this
             rank has the whole model.
-        reference_head: (V, D), the whole output embedding of the reference policy, in compute dtype, for
-            `ref_kl`; None until it is set.
+        rule: the rule by which the model computes logits.
+        reference_head: the whole output embedding of the reference policy from `with_bias`, in compute dtype,
+            for `ref_kl`; None until it is set.
 
     Raises:
         ConfigError: If the temperature is not above zero.
@@ -100,17 +118,12 @@ class PolicyModel(PackedModel):
     def __init__(
         self, model: PreTrainedModel, *, temperature: float = 1.0, head: Head = token_log_probs
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         if temperature <= 0:
             raise ConfigError(
                 "the temperature must be positive in training", field="temperature", got=temperature
             )
-        self.model, self.temperature, self.head = model, temperature, head
-
-    @property
-    def decoder(self) -> Any:
-        """The decoder: embedding, layers and final norm, without the head."""
-        return self.model.get_decoder()
+        self.temperature, self.head, self.rule = temperature, head, LogitRule.of(model.config)
 
     @property
     def output_layer(self) -> Any:
@@ -135,17 +148,18 @@ class PolicyModel(PackedModel):
         """
         self.check_outputs(outputs)
         hidden_KD = decode(self, inputs).index_select(0, inputs.sources)
-        weight = self.output_layer.weight
-        options: Any = {"temperature": self.temperature, "group": self.tensor_group}
+        weight = with_bias(self.output_layer.weight, self.output_layer.bias)
+        states_KD = for_bias(hidden_KD, weight)
+        options: Any = {**self.rule.at(self.temperature), "group": self.tensor_group}
         log_probs_K, entropy_K = self.head(
-            hidden_KD, weight, inputs.targets, with_entropy="entropy" in outputs, **options
+            states_KD, weight, inputs.targets, with_entropy="entropy" in outputs, **options
         )
         found = {"log_probs": log_probs_K, "entropy": entropy_K, "hidden": hidden_KD}
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = sum_pi_squared(hidden_KD, local(weight), **options)
+            found["sum_pi_squared"] = sum_pi_squared(states_KD, local(weight), **options)
         if "ref_kl" in outputs:
             compared = self._reference(hidden_KD, inputs.reference)
-            found["ref_kl"] = kl_divergence(hidden_KD, local(weight), *compared, **options)
+            found["ref_kl"] = kl_divergence(states_KD, local(weight), *compared, **options)
         asked = {name: value for name, value in found.items() if name in outputs and value is not None}
         return {name: at_positions(value, inputs) for name, value in asked.items()}
 
@@ -160,7 +174,7 @@ class PolicyModel(PackedModel):
         other_head, group = self.reference_head, self.tensor_group
         if group is not None:
             other_head = other_head[group.entries(len(other_head))]
-        return reference_KD.to(hidden_KD.dtype), other_head
+        return for_bias(reference_KD.to(hidden_KD.dtype), other_head), other_head
 
 
 @contextmanager

@@ -30,9 +30,8 @@ class ValueModel(PackedModel):
     starts_at_zero = frozenset({"value_head.weight", "value_head.bias"})
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        causal_lm: Any = model
-        self.model = causal_lm.get_decoder()
+        super().__init__(model)
+        self.model = super().decoder
         parameter = next(model.parameters())
         hidden = model.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden, 1, bias=True, dtype=parameter.dtype, device=parameter.device)
@@ -65,7 +64,8 @@ class ValueModel(PackedModel):
 
         The value head, which such folders do not contain, keeps its name.
         """
-        return plain_name(name)
+        head, _, rest = name.partition(".")
+        return plain_name(f"{self.decoder_name}.{rest}" if head == "model" else name)
 
 
 def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:

@@ -21,6 +21,7 @@ from tandem.models.compiled import require_compiler
 from tandem.models.heads import head_name, make_head
 from tandem.models.kernels import Kernels, choose_kernels
 from tandem.models.loading import load_config, load_policy, load_scorer
+from tandem.models.logits import LogitRule
 from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
 from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.score import ScoreModel
@@ -119,7 +120,8 @@ def unsharded_module(
             add_adapters(backbone, model, kind, settings.master)
         module: PackedModel
         if kind == "policy":
-            module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
+            head = make_head(model.head, device, softcap=LogitRule.of(config).softcap)
+            module = PolicyModel(backbone, temperature=temperature, head=head)
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
         module.in_rows = not packs
