@@ -212,7 +212,7 @@ def _pair(
 
 def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
     text = own.config.get_text_config()
-    vocabulary = text.vocab_size
+    vocabulary = text.vocab_size - 1  # the last id may stand for an image
     positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
     most = min(LONGEST, positions or LONGEST)
     within = max(2, min([most, 24, *window_limits(text)]))
@@ -304,7 +304,7 @@ def _row_bounds(packed: PackedModel, inputs: PackedInputs) -> list[int]:
 
 def _changed(packed: PackedModel, tokens: Ragged) -> float:
     """Return how much a sequence's outputs change when all other sequences get other tokens."""
-    vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
+    vocabulary, worst = packed.model.config.get_text_config().vocab_size - 1, 0.0
     rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
     for row in range(len(tokens)):
         other = _drawn(tokens.lengths.tolist(), vocabulary, seed=4 + row).values
