@@ -65,7 +65,6 @@ TROUBLE = [
     (r"model\.layers\.1\.mlp\.up_proj\.weight", partial(without, "model.layers.1.mlp.up_proj.weight")),
     (r"model\.embed_tokens\.weight|lm_head\.weight", partial(without, "model.embed_tokens.weight")),
     (r"mlp\.\w+\.weight is \d+ × \d+", lambda folder: edit(folder, intermediate_size=64)),
-    ("logits_scaling", lambda folder: edit(folder, logits_scaling=8.0)),
 ]
 
 
