@@ -151,6 +151,8 @@ def test_heads_on_a_cpu():
     for name in ("triton", "liger"):
         with pytest.raises(ConfigError, match=r"CUDA(?s:.)*impl_backend=auto"):
             make_head(name, CPU)
+    with pytest.raises(ConfigError, match="does not support the softcap"):
+        make_head("liger", CPU, softcap=30.0)
 
 
 def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):
