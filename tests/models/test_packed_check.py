@@ -11,9 +11,11 @@ from tandem.cli.main import main
 from tandem.errors import ModelError
 from tandem.models import attention, packing, rectangles
 from tandem.models.loading import load_config
+from tandem.models.logits import LogitRule
 from tandem.models.packed_check import PackedCheck, check_packed, require_sound
 from tandem.models.small_copy import LONGEST, small_copy, window_limits
-from tests.models.small import SHAPE, make_engine, save
+from tests.models.small import OTHER_HEADS, SHAPE, make_engine, save
+from tests.support.marks import slow_but
 from tests.support.runs import lab
 
 __all__ = ["lab"]
@@ -118,15 +120,8 @@ def test_dropouts_of_any_name_are_off(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
-        *(
-            ("gpt2", {}, "no list of layers"),
-            ("gemma2", {"head_dim": 8}, "plain"),
-            ("phi", {}, "plain matrix"),
-        ),
-        *(
-            ("cohere", {"logit_scale": 0.3}, "plain matrix"),
-            ("granite", {"logits_scaling": 2.0}, "plain matrix"),
-        ),
+        ("gemma2", {"head_dim": 8}, "plain"),
+        ("cohere", {"logit_scale": 0.0}, "positive"),
         *(("mamba", {}, "packed"), ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "random")),
     ],
 )
@@ -135,6 +130,15 @@ def test_what_training_has_not_is_named(tmp_path, kind, changes, problem, checke
     with pytest.raises(ModelError, match=problem):
         check_packed(folder)
     assert checked(folder)[0] == 1
+
+
+@pytest.mark.parametrize("kind", slow_but(["cohere", "gpt2"], OTHER_HEADS))
+def test_a_rule_of_logits_is_found_or_the_model_is_refused(tmp_path, kind, monkeypatch):
+    folder = folder_of(tmp_path, kind, **OTHER_HEADS[kind])
+    assert check_packed(folder)[0].sound_within
+    monkeypatch.setattr(LogitRule, "of", lambda config: LogitRule(1.1, 9.0))
+    found, _ = check_packed(folder)
+    assert found.gradient == 0 and found.alone > 1e-3 and not found.sound_within
 
 
 def test_train_refuses_what_check_refuses_whatever_the_rollout(lab, tmp_path, capsys):
