@@ -12,7 +12,7 @@ from tandem.errors import ConfigError
 from tandem.models.families import Family, families, tried_with
 from tandem.observability.terminal import say
 
-_COLUMNS = ("model_type", "training", "native", "LoRA", "tensor parallel", "experts")
+COLUMNS = ("model_type", "training", "native", "LoRA", "tensor parallel", "experts")
 
 
 @command
@@ -33,8 +33,8 @@ def models(names: Annotated[list[str] | None, typer.Argument()] = None) -> None:
             expected="a part of a model_type, such as qwen or gemma",
             remedy="run `tandem check --model DIR` on the folder of your model",
         )
-    lines = [_COLUMNS, *map(cells, found)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    lines = [COLUMNS, *map(cells, found)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
     for line in lines:
         say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     for family in found if names else ():
