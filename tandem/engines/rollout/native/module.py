@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.attention import Attention
-from tandem.engines.rollout.native.paged import LayerShape, StepInput
+from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
 
@@ -31,7 +31,7 @@ _REMEDY = "use rollout.name=hf for this model"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # their angles depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
-"""Computes attention from (layer, query (T, N, D), keys (T, H, D), values, window=, softcap=)."""
+"""Computes attention from (layer, query (T, N, D), keys (T, H, D), values, sight)."""
 
 
 class ModuleRunner:
@@ -58,7 +58,7 @@ class ModuleRunner:
         found: dict[int, LayerShape] = {}
 
         def record_shape(
-            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, sight: Sight
         ) -> Tensor:
             """Record the shape of a layer's keys and values, and return the attention output of one token.
 
@@ -97,10 +97,10 @@ class ModuleRunner:
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         def paged(
-            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **masking: Any
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, sight: Sight
         ) -> Tensor:
             attention.write(layer, step, keys_THD, values_THD)
-            return attention.attend(layer, step, query_TND, **masking)
+            return attention.attend(layer, step, query_TND, sight)
 
         return self._forward(step.ids_T, step.positions_T, step.logits_L, paged)
 
@@ -139,8 +139,8 @@ def _attention(
         raise _refusal(f"this model's attention uses {', '.join(unsupported)}", got=type(layer).__name__)
     query_TND, keys_THD, values_THD = (part[0].transpose(0, 1) for part in (query_1NTD, key_1HTD, value_1HTD))
     query_TND = query_TND * (query_TND.shape[-1] ** -0.5 if scaling is None else scaling)
-    masking = {"window": sliding_window or 0, "softcap": softcap or 0.0}
-    out_TND = rollout_call(layer.layer_idx, query_TND, keys_THD, values_THD, **masking)
+    sight = Sight(window=sliding_window or 0, softcap=softcap or 0.0)
+    out_TND = rollout_call(layer.layer_idx, query_TND, keys_THD, values_THD, sight)
     return out_TND[None], None
 
 

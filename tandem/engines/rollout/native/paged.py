@@ -34,6 +34,45 @@ class LayerShape(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """What the queries of a layer see, and how their scores become weights.
+
+    A query at position p sees the columns `first(p)` to p of its sequence.
+
+    Attributes:
+        window: Only the last `window` columns are seen. 0 means no limit.
+        chunk: Only columns of the query's own chunk are seen. Chunks begin at the multiples of `chunk`. 0
+            means no limit.
+        softcap: A score x is replaced by softcap * tanh(x / softcap). 0 means no softcap.
+        sinks_N: One more logit per query head in the softmax, which takes weight but has no value. None means
+            no such logit.
+    """
+
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks_N: Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """Return how many of the last columns a query may see. 0 means all."""
+        return min((limit for limit in (self.window, self.chunk) if limit), default=0)
+
+    def first(self, positions: Tensor) -> Tensor:
+        """Return the first column that a query at each position sees."""
+        first = torch.zeros_like(positions)
+        if self.window:
+            first = (positions - self.window + 1).clamp(min=0)
+        if self.chunk:
+            first = torch.maximum(first, positions // self.chunk * self.chunk)
+        return first
+
+
+FULL = Sight()
+"""All columns up to the query's own."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """The input of one step: tokens and block tables, sequence by sequence, on the engine's device.
 

@@ -8,7 +8,7 @@ import torch
 from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.attention.cpu import CPUAttention, why_not_cpu
 from tandem.engines.rollout.native.attention.torch import TorchAttention
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache, Sight
 from tandem.errors import EngineError
 from tests.engines.rollout.case import CPU
 from tests.engines.rollout.native.paged_case import DECODE, MIXED, Case, threads
@@ -44,15 +44,20 @@ def case_of(name, sequences, dtype, **shape):
 
 @every_attention
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(0, 0.0), (1, 0.0), (20, 0.0), (100, 0.0), (0, 3.0), (5, 2.0)]
-)
+    ("window", "chunk", "softcap", "sinks"),
+    [(1, 0, 0.0, False), (100, 0, 0.0, False), (0, 0, 3.0, False), (0, 0, 0.0, True), (0, 128, 0.0, False),
+     (20, 0, 0.0, True), (5, 7, 2.0, True)],
+)  # fmt: skip
 @pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_windows_and_softcaps(name, dtype, tolerance, window, softcap, sequences):
-    case = case_of(name, sequences, dtype, key_dim=32, group=7 if window else 1)
+def test_what_queries_see(name, dtype, tolerance, window, chunk, softcap, sinks, sequences):
+    group = 7 if window else 1
+    sinks_N = 2 * torch.randn(2 * group) + 1 if sinks else None
+    sight = Sight(window, chunk, softcap, None if sinks_N is None else sinks_N.to(dtype))
+    case = case_of(name, sequences, dtype, key_dim=32, group=group, sight=sight)
     case.query *= 3 if softcap else 1
     for count in (1, 2) if name == "cpu" else (1,):
         with threads(count):
-            case.check(name, tolerance, window, softcap)
+            case.check(name, tolerance)
 
 
 @every_attention

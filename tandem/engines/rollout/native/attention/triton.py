@@ -23,7 +23,14 @@ from tandem.engines.rollout.native.attention.triton_kernels import (
     combine_kernel,
     write_kernel,
 )
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput, dense_rows
+from tandem.engines.rollout.native.paged import (
+    FULL,
+    LayerShape,
+    PagedCache,
+    Sight,
+    StepInput,
+    dense_rows,
+)
 from tandem.errors import EngineError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,9 +80,7 @@ class TritonAttention:
             BLOCK=self.cache.block_size,
         )
 
-    def attend(
-        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, step: StepInput, query_TND: Tensor, sight: Sight = FULL) -> Tensor:
         shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         query_TND = dense_rows(query_TND.to(self.cache.dtype))
         tokens, heads, _ = query_TND.shape
@@ -93,14 +98,18 @@ class TritonAttention:
             parts = out_TNE.new_empty(tokens, heads, splits, shape.value_dim, dtype=torch.float32)
             totals, peaks = out_TNE.new_empty(2, tokens, heads, splits, dtype=torch.float32)
         chunks = sequences if decode else tokens // (tiles.rows // group) + sequences
+        sinks_N = totals if sight.sinks_N is None else sight.sinks_N.contiguous()
         attend_kernel[(chunks, shape.kv_heads, splits)](
-            *(parts, totals, peaks, query_TND, keys, values, step.tables_SB, step.starts_S1, step.lengths_S),
+            *(parts, totals, peaks, query_TND, keys, values, sinks_N),
+            *(step.tables_SB, step.starts_S1, step.lengths_S),
             *(sequences, step.tables_SB.stride(0), *query_TND.stride()[:2]),
             DECODE=decode,
             SPLITS=splits,
             LEAST_TILES=_LEAST_COLUMNS // tiles.columns,
-            WINDOW=window,
-            SOFTCAP=softcap,
+            WINDOW=sight.window,
+            CHUNK=sight.chunk,
+            SOFTCAP=sight.softcap,
+            SINKS=sight.sinks_N is not None,
             GROUP=group,
             ROWS=tiles.rows,
             **sizes,
