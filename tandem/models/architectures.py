@@ -1,7 +1,8 @@
-"""Checks whether Tandem can train a model's architecture.
+"""Checks whether Tandem can train a model's architecture, and whether it can pack sequences.
 
-Tandem can train an architecture if transformers has a model class for the task, and if the model's attention
-can be replaced by attention over packed sequences.
+Tandem can train an architecture if transformers has a model class for the task. Sequences are packed into one
+row if the model's attention can be replaced by attention over packed sequences. Otherwise each sequence gets
+a row of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import (
 from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _OWN_CODE = "auto_map"  # a key of config.json that says that the folder contains model classes
 
 
@@ -77,29 +79,26 @@ def require_task(
     return found[0] if isinstance(found, tuple) else found
 
 
-def require_packable(
-    folder: str | Path, config: PreTrainedConfig, *, scorer: bool = False, trust_remote_code: bool = False
-) -> None:
-    """Check that the architecture can be trained on packed sequences.
+def may_pack(model: Any, config: PreTrainedConfig) -> bool:
+    """Return whether the model can be trained on sequences that are packed into one row.
 
-    Training is impossible if the architecture's attention cannot be replaced, or if the architecture passes a
-    state from token to token outside attention. A folder with custom model code passes this check, because
-    only a trial run shows whether the code supports packing.
+    It can if all its layers are attention layers whose attention function can be replaced. Other layers, such
+    as convolutions and recurrences, pass a state from token to token. Then each sequence needs a row of its
+    own.
 
     Args:
-        folder: the model's folder.
+        model: the model class from `require_task`. None if the folder's code defines the class. Then only a
+            trial run shows whether packing works.
         config: the folder's config, from `load_config`.
-        scorer: see `require_task`.
-        trust_remote_code: see `require_task`.
-
-    Raises:
-        ModelError: If the architecture cannot be trained on packed sequences; also see `require_task`.
     """
-    model = require_task(folder, config, scorer=scorer, trust_remote_code=trust_remote_code)
-    if model is not None and not model.is_backend_compatible():
-        raise _unsupported(
-            "the model's architecture cannot be trained on packed sequences", folder, config.to_dict()
-        )
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    stateful = any(kind not in _ATTENTION_LAYERS for kind in kinds)
+    return model is None or (model.is_backend_compatible() and not model._is_stateful and not stateful)
+
+
+def rows_attention(model: Any) -> str:
+    """Return the name of transformers' attention for a model whose sequences have rows of their own."""
+    return "sdpa" if model._supports_sdpa else "eager"
 
 
 def auto_class(config: PreTrainedConfig, *, scorer: bool) -> Any:

@@ -1,34 +1,32 @@
 """Causal attention over packed sequences, registered as an attention function of transformers.
 
 Many sequences are packed into one row, and each token attends only to tokens of the same sequence. Models
-loaded with `attention=PACKED` call this function in every layer. The packing plan is passed through the
-keyword arguments of the model's forward.
+loaded with `attention=PACKED` call this function in every layer. The layout of the sequences comes with the
+layer's mask; see `tandem.models.masks`.
 
-Shapes: N packed tokens; H query heads, K key and value heads, D features of a head; a rectangle (a padded
-block of sequences of similar length) has B sequences of width T.
+Shapes: N packed tokens; H query heads, K key and value heads, D features of a head.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from tandem.errors import ModelError
 from tandem.models.attention_kernels import TORCH, Kernel, choose_kernel, make_kernel, torch_varlen
+from tandem.models.masks import mask_of, register_attention
 from tandem.models.packing import Packing
+from tandem.models.rectangles import Scores, rectangular
+from tandem.models.sequence_parallel import SequenceSplit
+from tandem.models.tensor_group import local
 
 PACKED = "tandem_packed"
 
-# The largest width at which attention scores are materialized. In bf16 on a CPU this is 2 to 7 times as fast
-# as PyTorch's flash kernel, forward and backward, at equal error. Memory grows with the square of the width.
-_DENSE_WIDTH = 512
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 
 
 def packed_attention(
@@ -36,11 +34,11 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
-    packing: Packing | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     kernel: Kernel | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
@@ -51,97 +49,65 @@ def packed_attention(
         query: (1, H, N, D). If ranks share the tokens (sequence parallelism), all inputs contain only this
             rank's tokens.
         key: (1, K, N, D).
-        value: (1, K, N, D).
-        attention_mask: not used, because `packing` describes the sequences.
-        packing: the layout of the sequences.
+        value: (1, K, N, D); the values may have another number of features than the keys.
+        attention_mask: the `Mask` of the layer, with the layout of the sequences.
         scaling: the factor of the scores; None: D^-0.5.
-        sliding_window: the window of the layer, in tokens; it must not be shorter than any sequence.
+        softcap: the soft cap of the scores; None: no cap.
+        s_aux: (H), the sinks, one more score per head; None: no sinks.
         kernel: the kernel for half precision on a GPU; None: PyTorch's kernel.
-        **options: further options of transformers.
+        **options: further options of transformers. A `sliding_window` among them is not used, because the
+            mask has the window.
 
     Returns:
-        The output (1, N, H, D), and None instead of attention weights.
+        The output (1, N, H, D of the values), and None instead of attention weights.
 
     Raises:
-        ModelError: If `packing` is missing, or if the layer needs more than plain causal attention.
+        ModelError: If there is no mask of packed sequences, or if the layer adds biases to its scores.
     """
-    if packing is None:
+    mask = mask_of(attention_mask, module)
+    biased = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if biased or not isinstance(mask.tokens, Packing):
         raise ModelError(
-            "packed attention was called without a packing plan",
-            remedy="call the model through PolicyModel or ValueModel, or set another attention "
-            "implementation before you call the model directly",
+            "this model's attention cannot be computed over packed sequences",
+            got=f"{type(module).__name__} with {', '.join(biased) or 'no layout of its sequences'}",
+            expected="causal attention without biases, called through PolicyModel or ValueModel",
         )
-    unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if sliding_window is not None and packing.max_length > sliding_window:
-        unsupported.append(f"sliding window of {sliding_window}")
-    if unsupported:
-        raise ModelError(
-            "this model's attention is not plain causal attention",
-            got=f"{type(module).__name__} with {', '.join(unsupported)}",
-            expected="full causal attention, as in Qwen2, Qwen3 and Llama",
-        )
+    packing = mask.tokens.chunked(mask.chunk) if mask.chunk else mask.tokens
+    window = mask.window if mask.window < packing.max_length else 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks_H = None if s_aux is None else local(s_aux)
     rows = [heads.transpose(1, 2).squeeze(0) for heads in (query, key, value)]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    attend = (kernel or torch_varlen) if query.is_cuda and half else rectangular
-    if packing.split is None:
-        return attend(rows, packing, scale).unsqueeze(0), None
-    out_NHD = attend(packing.split.to_heads(rows), packing, scale)
-    return packing.split.to_tokens(out_NHD).unsqueeze(0), None
+    width = rows[2].shape[-1]
+    if packing.split is not None:
+        rows, sinks_H = _over_heads(rows, sinks_H, packing.split)
+    scores = Scores(scale, window, softcap or 0.0, sinks_H)
+    out_NHD = _computed(rows, packing, scores, kernel or torch_varlen)[..., :width]
+    if packing.split is not None:
+        out_NHD = packing.split.to_tokens(out_NHD)
+    return out_NHD.unsqueeze(0), None
 
 
-def rectangular(rows: list[Tensor], packing: Packing, scale: float) -> Tensor:
-    """Compute attention over rectangles, which are padded blocks of sequences of similar length.
-
-    Causal attention needs no mask for padding on the right. The outputs at padding are dropped.
-    """
-    places = packing.places
-    if places is not None:
-        rows = [x.new_zeros(packing.padded_tokens, *x.shape[1:]).index_copy(0, places, x) for x in rows]
-    sizes = [rows_B * width for rows_B, width in packing.rectangles]
-    outputs = []
-    pieces = (torch.split(x, sizes) for x in rows)
-    for shape, *parts in zip(packing.rectangles, *pieces, strict=True):
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
-        outputs.append(_causal(q, k, v, scale).transpose(1, 2).flatten(0, 1))
-    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return out if places is None else out.index_select(0, places)
+def _computed(rows: list[Tensor], packing: Packing, scores: Scores, kernel: Kernel) -> Tensor:
+    """Compute attention by a kernel if it can, else over rectangles."""
+    half = rows[0].dtype in (torch.bfloat16, torch.float16)
+    if not (rows[0].is_cuda and half and kernel.takes(scores)):
+        return rectangular(rows, packing, scores)
+    return kernel.attend(_same_width(rows), packing, scores)
 
 
-def _causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
-    half = q_BHTD.dtype in (torch.bfloat16, torch.float16)
-    if q_BHTD.device.type == "cpu" and half and q_BHTD.shape[2] <= _DENSE_WIDTH:
-        return _dense(q_BHTD, k_BKTD, v_BKTD, scale)
-    grouped = q_BHTD.shape[1] != k_BKTD.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scale, enable_gqa=grouped
-    )
+def _over_heads(
+    rows: list[Tensor], sinks_H: Tensor | None, split: SequenceSplit
+) -> tuple[list[Tensor], Tensor | None]:
+    """Exchange this rank's tokens for this rank's heads, also of the sinks."""
+    if sinks_H is not None:
+        sinks_H = sinks_H.chunk(split.size)[split.place]
+    return split.to_heads(_same_width(rows)), sinks_H
 
 
-def written_scores(packing: Packing, itemsize: int) -> int:
-    """Return the number of scores per head that a CPU materializes and keeps for the backward pass.
-
-    Args:
-        packing: the layout of the sequences.
-        itemsize: bytes per element of the queries.
-    """
-    if itemsize != torch.bfloat16.itemsize:
-        return 0
-    return sum(rows * width**2 for rows, width in packing.rectangles if width <= _DENSE_WIDTH)
-
-
-def _dense(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
-    """Return softmax(q kᵀ scale + mask) v, with all scores in memory.
-
-    The query heads that share a key head are the rows of one matrix product.
-    """
-    B, H, T, D = q_BHTD.shape
-    K = k_BKTD.shape[1]
-    mask = torch.full((T, T), -math.inf, dtype=q_BHTD.dtype).triu_(1).repeat(H // K, 1)
-    q = q_BHTD.reshape(B * K, H // K * T, D)
-    scores = torch.baddbmm(mask, q, k_BKTD.reshape(B * K, T, D).transpose(1, 2), alpha=scale)
-    out = torch.bmm(torch.softmax(scores, -1), v_BKTD.reshape(B * K, T, D))
-    return out.view(B, H, T, D)
+def _same_width(rows: list[Tensor]) -> list[Tensor]:
+    """Pad heads with zeros to the widest head. This does not change scores, and adds zeros to the values."""
+    widest = max(part.shape[-1] for part in rows)
+    return [part if part.shape[-1] == widest else F.pad(part, (0, widest - part.shape[-1])) for part in rows]
 
 
 def _attend_uncompiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -186,8 +152,8 @@ def attention_name(implementation: str, device: torch.device, head_width: int) -
     if chosen == TORCH:
         return PACKED
     name = f"{PACKED}_{chosen.removeprefix('flash_attention_')}"
-    AttentionInterface.register(name, partial(_attention, kernel=make_kernel(chosen)))
+    register_attention(name, partial(_attention, kernel=make_kernel(chosen)))
     return name
 
 
-AttentionInterface.register(PACKED, _attention)
+register_attention(PACKED, _attention)

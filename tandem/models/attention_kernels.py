@@ -19,31 +19,50 @@ from torch.nn.attention import varlen
 
 from tandem.errors import ConfigError
 from tandem.models.packing import Packing
+from tandem.models.rectangles import Scores
 
 AUTO, TORCH = "auto", "torch"
 _FIELD = "model.attn_implementation"
 _VARLEN_OPTIONS = inspect.signature(varlen.varlen_attn).parameters
 
 
-Kernel = Callable[[Sequence[Tensor], Packing, float], Tensor]
-"""A function that computes attention over packed sequences, with the result (N, H, D).
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel for attention over packed sequences in bf16 or fp16.
 
-The arguments are a list of query (N, H, D), key and value (N, K, D), in bf16 or fp16; the packing; and the
-factor of the scores.
-"""
+    Attributes:
+        attend: returns the output (N, H, D) for a list of query (N, H, D), key and value (N, K, D); the
+            packing; and how weights follow from scores.
+        windows: whether the kernel has sliding windows.
+        caps: whether the kernel has soft caps.
+    """
+
+    attend: Callable[[Sequence[Tensor], Packing, Scores], Tensor]
+    windows: bool
+    caps: bool
+
+    def takes(self, scores: Scores) -> bool:
+        """Return whether the kernel computes these scores. No kernel has sinks."""
+        return scores.sinks_H is None and not (
+            (scores.window and not self.windows) or (scores.softcap and not self.caps)
+        )
 
 
-def torch_varlen(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
-    """Compute attention with PyTorch's `varlen_attn`, which uses the kernels of FlashAttention 2."""
+def _attend_by_torch(rows: Sequence[Tensor], packing: Packing, scores: Scores) -> Tensor:
     q_NHD, k_NKD, v_NKD = rows
-    options: dict[str, Any] = {"scale": scale}
-    options |= {"window_size": (-1, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
+    options: dict[str, Any] = {"scale": scores.scale}
+    before = scores.window - 1
+    options |= {"window_size": (before, 0)} if "window_size" in _VARLEN_OPTIONS else {"is_causal": True}
     if q_NHD.shape[1] != k_NKD.shape[1] and "enable_gqa" in _VARLEN_OPTIONS:
         options["enable_gqa"] = True
     seqlens, longest = packing.cu_seqlens, packing.max_length
     varlen_attention: Any = varlen.varlen_attn
     out: Tensor = varlen_attention(q_NHD, k_NKD, v_NKD, seqlens, seqlens, longest, longest, **options)
     return out
+
+
+torch_varlen = Kernel(_attend_by_torch, windows="window_size" in _VARLEN_OPTIONS, caps=False)
+"""PyTorch's `varlen_attn`, which uses the kernels of FlashAttention 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +95,17 @@ class Package:
         """Return the package's kernel, set up for causal attention."""
         attend: Any = import_module(self.module).flash_attn_varlen_func
 
-        def call(rows: Sequence[Tensor], packing: Packing, scale: float) -> Tensor:
+        def call(rows: Sequence[Tensor], packing: Packing, scores: Scores) -> Tensor:
+            window = {"window_size": (scores.window - 1, 0)} if scores.window else {}
             out = attend(
                 *rows,
                 cu_seqlens_q=packing.cu_seqlens,
                 cu_seqlens_k=packing.cu_seqlens,
                 max_seqlen_q=packing.max_length,
                 max_seqlen_k=packing.max_length,
-                softmax_scale=scale,
+                softmax_scale=scores.scale,
+                softcap=scores.softcap,
+                **window,
                 causal=True,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
@@ -92,7 +114,7 @@ class Package:
             )  # version 4 also returns the log normalizers
             return found
 
-        return call
+        return Kernel(call, windows=True, caps=True)
 
 
 PACKAGES = {

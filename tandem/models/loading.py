@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils import logging as transformers_logging
 
 from tandem.errors import IncompleteModelError, ModelError
+from tandem.models.angles import fit_angles
 from tandem.models.architectures import (
     architecture_of,
     auto_class,
@@ -23,10 +24,10 @@ from tandem.models.architectures import (
     require_task,
 )
 from tandem.models.attention import PACKED
+from tandem.models.decoders import decoder_of, head_of, layers_of
 from tandem.models.linear import speed_up_linears
+from tandem.models.logits import LogitRule
 
-# Config keys that change the logits, but that Tandem's heads do not support.
-_HEAD_EXTRAS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _unfit = partial(ModelError, field="model.path")
 _incomplete = partial(IncompleteModelError, field="model.path")
@@ -213,6 +214,7 @@ def _build(
     model = _load(kind, path, config, absent, options) if weights else _skeleton(kind, path, config, options)
     require_trainable(model, scorer=scorer)
     speed_up_linears(model)
+    fit_angles(model)
     return model
 
 
@@ -359,30 +361,24 @@ def require_trainable(model: Any, *, scorer: bool = False) -> None:
         scorer: whether the model is a classifier instead of a causal language model.
 
     Raises:
-        ModelError: If the head is not a single matrix, or the decoder has no list `layers`.
+        ModelError: If the head is not one linear layer, or the decoder has no list of layers.
     """
-    if scorer:
-        if not isinstance(getattr(model, "score", None), nn.Linear) or not hasattr(model, "model"):
-            raise ModelError(
-                "the reward model's head is not one linear layer over a decoder",
-                field="reward_model.model.path",
-                got=f"{model.config.name_or_path}: {type(model).__name__}",
-                expected="a decoder `model` and a head `score`, as in Qwen2, Qwen3 and Llama",
-            )
-    else:
-        head = model.get_output_embeddings()
-        extras = [name for name in _HEAD_EXTRAS if getattr(model.config, name, None) not in (None, 1, 1.0)]
-        if head is None or getattr(head, "bias", None) is not None or extras:
-            raise _unfit(
-                "the model's output head is not one plain matrix",
-                got=", ".join(extras) or type(head).__name__,
-                expected="logits = hidden · weightᵀ, as in Qwen2, Qwen3 and Llama",
-            )
-    decoder = model.model if scorer else model.get_decoder()
-    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+    head = head_of(model)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            "the model's head is not one linear layer over a decoder",
+            field="reward_model.model.path" if scorer else "model.path",
+            got=f"{model.config.name_or_path}: {type(model).__name__} with {type(head).__name__}",
+            expected="a linear layer `score`" if scorer else "a linear layer with one row per token id",
+            remedy="train another model",
+        )
+    if not scorer:
+        LogitRule.of(model.config)
+    decoder = decoder_of(model)
+    if layers_of(decoder) is None:
         raise _unfit(
-            "the model's decoder has no list of layers named `layers`",
-            got=f"{type(model).__name__}: {type(decoder).__name__} without `layers`",
-            expected="a decoder with `layers`, as in Qwen2, Qwen3 and Llama",
+            "the model's decoder has no list of layers",
+            got=f"{type(model).__name__}: {type(decoder).__name__}",
+            expected="a list of num_hidden_layers layers, as in Qwen2, Qwen3 and Llama",
             remedy="train another model",
         )

@@ -12,8 +12,7 @@ also tested, on the run's device and in the run's precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tandem.errors import ModelError, TandemError
-from tandem.models.architectures import auto_class, require_packable
+from tandem.models.angles import fit_angles
+from tandem.models.architectures import auto_class, may_pack, require_task, rows_attention
 from tandem.models.attention import PACKED
+from tandem.models.double_precision import double_precision
 from tandem.models.loading import load_config, require_trainable
 from tandem.models.packing import PackedInputs, pack
 from tandem.models.policy import PackedModel, PolicyModel
@@ -114,9 +114,10 @@ def check_packed(
             be created.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    require_packable(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
+    model = require_task(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
+    attention = PACKED if may_pack(model, config) else rows_attention(model)
     with double_precision():
-        packed, own = _pair(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
+        packed, own = _pair(path, config, attention, scorer=scorer, trust_remote_code=trust_remote_code)
         return _try_copy(path, packed, own, window_limits(config)), own
 
 
@@ -173,7 +174,9 @@ def require_packed(packed: Tensor, alone: Tensor, limit: float, model: str) -> N
         )
 
 
-def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: bool) -> tuple[PackedModel, Any]:
+def _pair(
+    path: str | Path, config: Any, attention: str, *, scorer: bool, trust_remote_code: bool
+) -> tuple[PackedModel, Any]:
     """Build the small copy twice, with the same weights.
 
     The first copy is the model that training uses. The second copy is transformers' model, in evaluation
@@ -189,7 +192,7 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
             size = sum(p.numel() for p in kind.from_config(small, **options).parameters())
         if size > _MOST_WEIGHTS:
             raise ValueError(f"it has {size:,} weights")
-        model = kind.from_config(small, attn_implementation=PACKED, **options)
+        model = kind.from_config(small, attn_implementation=attention, **options)
         _draw(model)
         own = kind.from_config(small_copy(config), attn_implementation="eager", **options)
         own.load_state_dict(model.state_dict())
@@ -200,8 +203,11 @@ def _pair(path: str | Path, config: Any, *, scorer: bool, trust_remote_code: boo
             remedy="train another model",
         ) from error
     require_trainable(model, scorer=scorer)
+    fit_angles(model)
     model.train()
-    return ScoreModel(model) if scorer else PolicyModel(model), own.eval()
+    packed: PackedModel = ScoreModel(model) if scorer else PolicyModel(model)
+    packed.in_rows = attention != PACKED
+    return packed, own.eval()
 
 
 def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
@@ -260,7 +266,7 @@ def _leaked(packed: PackedModel, tokens: Ragged) -> float:
     The result is NaN if no embeddings were found.
     """
     inputs = _packed(packed, tokens)
-    rows, places = tokens.row_ids(), inputs.packing.cu_seqlens.tolist()
+    rows, places = tokens.row_ids(), _row_bounds(packed, inputs)
     embedded: list[Tensor] = []
 
     def keep(module: nn.Module, args: object, output: Tensor) -> None:
@@ -285,6 +291,15 @@ def _leaked(packed: PackedModel, tokens: Ragged) -> float:
                 others[places[row] : places[row + 1]] = 0
                 worst = torch.maximum(worst, others.max())
     return float(worst)
+
+
+def _row_bounds(packed: PackedModel, inputs: PackedInputs) -> list[int]:
+    """Return the offsets of the sequences among all tokens that are computed, with the padding of rows."""
+    packing = inputs.packing
+    if packed.in_rows:
+        return [row * packing.max_length for row in range(len(packing.lengths) + 1)]
+    places: list[int] = packing.cu_seqlens.tolist()
+    return places
 
 
 def _changed(packed: PackedModel, tokens: Ragged) -> float:
@@ -364,37 +379,3 @@ def _draw(model: nn.Module) -> None:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-_NARROW = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@contextmanager
-def double_precision() -> Iterator[None]:
-    """Make a model compute in float64 inside the context, even where it would use a narrower dtype.
-
-    Inside, the random generator starts from a fixed seed. Afterwards the dtype settings and the generator are
-    restored.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.random.fork_rng(devices=[]), _Double():
-            torch.manual_seed(0)
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-class _Double(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16):
-            return args[0].double()
-        wide = {name: torch.float64 if _is_narrow(value) else value for name, value in (kwargs or {}).items()}
-        return func(*(torch.float64 if _is_narrow(value) else value for value in args), **wide)
-
-
-def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.dtype) and value in _NARROW

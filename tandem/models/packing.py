@@ -50,11 +50,12 @@ class Packing:
         places: (N) int64, the position of each token in the buffer; None if it equals the token's position in
             the row, so that no copy is needed.
         split: the argument `split`.
+        lengths: the argument `lengths`.
     """
 
     __slots__ = (
-        *("cu_seqlens", "max_length", "padded_tokens", "places", "position_ids", "rectangles", "split"),
-        "tokens",
+        *("_chunked", "cu_seqlens", "lengths", "max_length", "padded_tokens", "places", "position_ids"),
+        *("rectangles", "split", "tokens"),
     )
 
     def __init__(
@@ -64,7 +65,8 @@ class Packing:
         assert len(lengths) and int(lengths_B.min()) >= 1, "a sequence without tokens"
         ends_B = lengths_B.cumsum(0)
         offsets = torch.cat([ends_B.new_zeros(1), ends_B])
-        self.tokens = int(ends_B[-1])
+        self.tokens, self.lengths = int(ends_B[-1]), tuple(lengths)
+        self._chunked: dict[int, Packing] = {}
         positions_N = torch.arange(self.tokens) - (ends_B - lengths_B).repeat_interleave(lengths_B)
         self.split = split
         self.max_length = int(lengths_B.max())
@@ -80,6 +82,29 @@ class Packing:
         planned = [here_N, offsets.to(torch.int32), *([] if in_place else [places_N])]
         self.position_ids, self.cu_seqlens, *places = to_device(planned, device)
         self.places = places[0] if places else None
+
+    def chunked(self, chunk: int) -> Packing:
+        """Return the layout in which every chunk of `chunk` positions is a sequence of its own."""
+        if self.max_length <= chunk:
+            return self
+        if chunk not in self._chunked:
+            pieces = [
+                min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)
+            ]
+            self._chunked[chunk] = Packing(pieces, self.position_ids.device, self.split)
+        return self._chunked[chunk]
+
+    def places_in_rows(self) -> Tensor:
+        """Return (N) int64, the position of each token if each sequence has a row of the longest length."""
+        starts_B = torch.arange(len(self.lengths)) * self.max_length
+        starts_N = starts_B.repeat_interleave(torch.tensor(self.lengths))
+        return starts_N.to(self.position_ids.device) + self.position_ids
+
+    def lengths_here(self) -> Tensor:
+        """Return (N) int64, the length of each token's sequence, for this rank's shard of the tokens."""
+        lengths_B = torch.tensor(self.lengths)
+        lengths_N = lengths_B.repeat_interleave(lengths_B)[_share(self.split, self.tokens)]
+        return lengths_N.to(self.position_ids.device)
 
     @property
     def tensors(self) -> list[Tensor]:

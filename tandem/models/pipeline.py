@@ -134,11 +134,12 @@ class Pipeline:
         head = module.output_layer
         named = {module.hf_name(name): parameter for name, parameter in module.named_parameters()}
         stages: dict[Tensor, int] = dict.fromkeys(decoder.embed_tokens.parameters(), 0)
-        for index, layer in enumerate(decoder.layers):
-            stage = self.stage_of(index, len(decoder.layers))
+        layers = module.layers
+        for index, layer in enumerate(layers):
+            stage = self.stage_of(index, len(layers))
             stages |= dict.fromkeys(layer.parameters(), stage)
             if stage != self.stage:
-                decoder.layers[index] = OtherStageLayer()
+                layers[index] = OtherStageLayer()
         tied = head.weight is decoder.embed_tokens.weight
         if self.stage > 0 and not (tied and self.last):
             _empty(decoder.embed_tokens)
@@ -159,8 +160,7 @@ class OtherStageLayer(nn.Module):
 
 def own_layers(module: PackedModel) -> list[nn.Module]:
     """Return the decoder layers of this rank's stage; all layers if there is one stage."""
-    layers: Any = module.decoder.layers
-    return [layer for layer in layers if not isinstance(layer, OtherStageLayer)]
+    return [layer for layer in module.layers if not isinstance(layer, OtherStageLayer)]
 
 
 def present(units: Sequence[Sequence[nn.Module]], module: PackedModel) -> list[list[nn.Module]]:

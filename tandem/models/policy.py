@@ -10,14 +10,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
+from tandem.models.decoders import decoder_name, layers_of
 from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
 from tandem.models.kernels import Kernels
+from tandem.models.logits import LogitRule, for_bias, with_bias
 from tandem.models.lora import plain_name, without_adapters
+from tandem.models.masks import attending
 from tandem.models.packing import PackedInputs
 from tandem.models.tensor_group import TensorGroup, local
 
@@ -27,13 +31,19 @@ class PackedModel(nn.Module):
 
     All inputs are integer ids, because FSDP may cast floating-point arguments.
 
+    Args:
+        model: a model of transformers.
+
     Attributes:
+        model: the model, or the part of it that is used.
         kind: the type of the model: "policy", "value" or "score".
         outputs: the names of its outputs.
         whole_sequences: whether the model scores sequences instead of predicting tokens; see `pack`.
         starts_at_zero: the names of parameters that no model folder contains. They are initialized with
             zeros.
         kernels: the kernels that compute the layers and outputs.
+        in_rows: whether each sequence gets a row of its own, padded on the right, for an architecture whose
+            sequences cannot be packed (see `may_pack`). The padding is computed too.
     """
 
     kind: str
@@ -41,12 +51,24 @@ class PackedModel(nn.Module):
     whole_sequences = False
     starts_at_zero: frozenset[str] = frozenset()
     kernels = Kernels()
-    model: Any
+    in_rows = False
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.decoder_name = decoder_name(model)
+        self.model = model
 
     @property
     def decoder(self) -> Any:
         """The decoder: embedding, layers and final norm, without the head."""
-        return self.model.model
+        return self.model.get_submodule(self.decoder_name)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The layers of the decoder."""
+        found = layers_of(self.decoder)
+        assert found is not None  # `require_trainable` refuses such a decoder
+        return found
 
     @property
     @abstractmethod
@@ -81,8 +103,9 @@ class PolicyModel(PackedModel):
     Attributes:
         tensor_group: the tensor-parallel group of ranks that split the layers and the vocabulary; None: this
             rank has the whole model.
-        reference_head: (V, D), the whole output embedding of the reference policy, in compute dtype, for
-            `ref_kl`; None until it is set.
+        rule: the rule by which the model computes logits.
+        reference_head: the whole output embedding of the reference policy from `with_bias`, in compute dtype,
+            for `ref_kl`; None until it is set.
 
     Raises:
         ConfigError: If the temperature is not above zero.
@@ -95,17 +118,12 @@ class PolicyModel(PackedModel):
     def __init__(
         self, model: PreTrainedModel, *, temperature: float = 1.0, head: Head = token_log_probs
     ) -> None:
-        super().__init__()
+        super().__init__(model)
         if temperature <= 0:
             raise ConfigError(
                 "the temperature must be positive in training", field="temperature", got=temperature
             )
-        self.model, self.temperature, self.head = model, temperature, head
-
-    @property
-    def decoder(self) -> Any:
-        """The decoder: embedding, layers and final norm, without the head."""
-        return self.model.get_decoder()
+        self.temperature, self.head, self.rule = temperature, head, LogitRule.of(model.config)
 
     @property
     def output_layer(self) -> Any:
@@ -129,18 +147,19 @@ class PolicyModel(PackedModel):
                 are missing.
         """
         self.check_outputs(outputs)
-        hidden_KD = decode(self.decoder, inputs).index_select(0, inputs.sources)
-        weight = self.output_layer.weight
-        options: Any = {"temperature": self.temperature, "group": self.tensor_group}
+        hidden_KD = decode(self, inputs).index_select(0, inputs.sources)
+        weight = with_bias(self.output_layer.weight, self.output_layer.bias)
+        states_KD = for_bias(hidden_KD, weight)
+        options: Any = {**self.rule.at(self.temperature), "group": self.tensor_group}
         log_probs_K, entropy_K = self.head(
-            hidden_KD, weight, inputs.targets, with_entropy="entropy" in outputs, **options
+            states_KD, weight, inputs.targets, with_entropy="entropy" in outputs, **options
         )
         found = {"log_probs": log_probs_K, "entropy": entropy_K, "hidden": hidden_KD}
         if "sum_pi_squared" in outputs:
-            found["sum_pi_squared"] = sum_pi_squared(hidden_KD, local(weight), **options)
+            found["sum_pi_squared"] = sum_pi_squared(states_KD, local(weight), **options)
         if "ref_kl" in outputs:
             compared = self._reference(hidden_KD, inputs.reference)
-            found["ref_kl"] = kl_divergence(hidden_KD, local(weight), *compared, **options)
+            found["ref_kl"] = kl_divergence(states_KD, local(weight), *compared, **options)
         asked = {name: value for name, value in found.items() if name in outputs and value is not None}
         return {name: at_positions(value, inputs) for name, value in asked.items()}
 
@@ -155,7 +174,7 @@ class PolicyModel(PackedModel):
         other_head, group = self.reference_head, self.tensor_group
         if group is not None:
             other_head = other_head[group.entries(len(other_head))]
-        return reference_KD.to(hidden_KD.dtype), other_head
+        return for_bias(reference_KD.to(hidden_KD.dtype), other_head), other_head
 
 
 @contextmanager
@@ -179,22 +198,38 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
             module.temperature = own
 
 
-def decode(decoder: Any, inputs: PackedInputs) -> Tensor:
+def decode(module: PackedModel, inputs: PackedInputs) -> Tensor:
     """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm."""
-    return hidden_states(decoder, inputs).squeeze(0)
+    hidden_1ND = in_rows(module.decoder, inputs) if module.in_rows else hidden_states(module.decoder, inputs)
+    return hidden_1ND.squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
     """Return (1, N, D) the decoder's output for the token ids, or for an earlier stage's hidden states."""
     tokens = {"input_ids": inputs.input_ids.unsqueeze(0)}
-    out = decoder(
-        **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
-        position_ids=inputs.packing.position_ids.unsqueeze(0),
-        use_cache=False,
-        packing=inputs.packing,
-    )
+    positions_1N = inputs.packing.position_ids.unsqueeze(0)
+    with attending(inputs.packing):
+        out = decoder(
+            **(tokens if inputs.hidden is None else {"inputs_embeds": inputs.hidden}),
+            attention_mask=torch.ones_like(positions_1N, dtype=torch.bool),
+            position_ids=positions_1N,
+            use_cache=False,
+        )
     hidden: Tensor = out.last_hidden_state
     return hidden
+
+
+def in_rows(decoder: Any, inputs: PackedInputs) -> Tensor:
+    """Return (1, N, D) the decoder's output if each sequence has a row of its own, padded on the right.
+
+    Each token depends only on earlier tokens, so padding on the right needs no mask.
+    """
+    packing = inputs.packing
+    places_N = packing.places_in_rows()
+    shape = (len(packing.lengths), packing.max_length)
+    ids_BT = inputs.input_ids.new_zeros(shape).flatten().index_copy(0, places_N, inputs.input_ids).view(shape)
+    out = decoder(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
+    return out.last_hidden_state.flatten(0, 1).index_select(0, places_N).unsqueeze(0)
 
 
 def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:

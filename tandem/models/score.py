@@ -6,7 +6,6 @@ Shapes: N input tokens, T entries of the micro-batch's token column.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from tandem.models.packing import PackedInputs
 from tandem.models.policy import PackedModel, at_positions
@@ -23,10 +22,6 @@ class ScoreModel(PackedModel):
     """
 
     kind, outputs, whole_sequences = "score", frozenset({"scores"}), True
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
 
     @property
     def output_layer(self) -> nn.Linear:

@@ -19,11 +19,13 @@ _WINDOW, _POSITIONS, _STRETCHED = 8, 64, 16
 _WINDOWS = ("window", "chunk", "block_size")  # substrings of config keys that set a limit
 _NO_WINDOWS = ("layer", "pattern", "feed_forward")
 _POSITION_LIMITS = ("position", "n_ctx", "max_seq", "seq_len")
-_ALL_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_ALL_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _PERIODS = ("period", "interval", "freq", "step", "pattern", "offset", "first_k", "every", "replace")
 _SAME = ("theta", "base", "seed", "num_", "n_head", "_heads", "group", "version", "precision")
-_HEAD, _HIDDEN, _EXPERTS, _DEEPEST = 8, 32, 32, 12
+_HEAD, _HIDDEN, _EXPERTS, _DEEPEST = 8, 32, 16, 12
+_FEED_FORWARD = 128
 _SMALLEST_SIZE = 32
+_FEED_FORWARDS = ("moe_intermediate", "ffn", "intermediate_size")
 
 
 def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -36,17 +38,26 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
     text = copy.get_text_config()
     factor = _factor(text)
     for part in _parts(copy):
-        _fewer_layers(part)
+        own = _layer_fields(part)
+        kept = _fewer_layers(part)
         stretched = bool(list(angle_limits(part)))
         ropes = _ropes(getattr(part, "rope_parameters", None))
         original = any(rope.get("original_max_position_embeddings") for rope in ropes)
         for name, value in list(vars(part).items()):
             if not name.startswith("_") and name not in _ALL_LAYERS:
                 smaller = _smaller(name, value, factor)
+                if name == "intermediate_size" and "expand" in vars(part):
+                    smaller = value // factor  # the width of the recurrent layers, not of an MLP
                 if name == "max_position_embeddings" and stretched and not original:
                     smaller = min(value, _STRETCHED)
                 if smaller != value:
                     setattr(part, name, smaller)
+        if own:
+            part.per_layer_config = {
+                place: {name: _smaller(name, value, factor) for name, value in own[index].items()}
+                for place, index in enumerate(kept)
+                if index in own
+            }
     copy._experts_implementation = "eager"  # other implementations do not support float64 on a CPU
     return copy
 
@@ -94,16 +105,27 @@ def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _parts(value)
 
 
+def _layer_fields(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
+    """Return the fields with which single layers differ from the config, by the layer's index."""
+    stored = config.to_dict().get("per_layer_config") or {}
+    return {int(index): fields for index, fields in stored.items()}
+
+
+def field_of(config: Any, name: str) -> Any:
+    """Return a field of a config; None if it does not exist. A field may differ in single layers."""
+    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
+
+
 def _factor(text: Any) -> int:
     """Return the number by which all sizes are divided.
 
     It is the largest power of two with which heads still have `_HEAD` features.
     """
-    hidden = getattr(text, "hidden_size", None)
-    heads = getattr(text, "num_attention_heads", None)
-    if not (_is_int(hidden) and _is_int(heads)):
+    hidden = field_of(text, "hidden_size")
+    heads = field_of(text, "num_attention_heads")
+    if not _is_int(hidden):
         return 1
-    head = getattr(text, "head_dim", None) or hidden // heads
+    head = field_of(text, "head_dim") or (hidden // heads if _is_int(heads) else hidden)
     factor = 1
     while head >= 2 * factor * _HEAD and hidden >= 2 * factor * _HIDDEN and hidden % (2 * factor) == 0:
         if head % (2 * factor):
@@ -122,12 +144,18 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
     if most is not None:
         return min(value, most)
     if "expert" in name and "size" not in name and "dim" not in name:
-        while value > _EXPERTS and value % 2 == 0:
-            value //= 2
-        return value
+        return _halved(value, _EXPERTS)
     if value < _SMALLEST_SIZE or any(word in name for word in _SAME):
         return value
-    return max(1, value // factor)
+    smaller = max(1, value // factor)
+    return _halved(smaller, _FEED_FORWARD) if any(word in name for word in _FEED_FORWARDS) else smaller
+
+
+def _halved(value: int, most: int) -> int:
+    """Return the value, halved until it is at most `most` or odd."""
+    while value > most and value % 2 == 0:
+        value //= 2
+    return value
 
 
 def _most(name: str, value: int) -> int | None:
@@ -165,11 +193,15 @@ def _smaller_rope(parameters: Any, factor: int) -> Any:
     return smaller
 
 
-def _fewer_layers(config: Any) -> None:
-    """Keep the first layers, up to the longest period of a pattern, and one layer of each other type."""
+def _fewer_layers(config: Any) -> list[int]:
+    """Keep the first layers, up to the longest period of a pattern, and one layer of each other type.
+
+    Returns:
+        The indices of the layers that are kept.
+    """
     name = next((name for name in _ALL_LAYERS if _is_int(vars(config).get(name))), None)
     if name is None or vars(config)[name] <= 2:
-        return
+        return list(range(vars(config).get(name, 0)))
     depth = vars(config)[name]
     lists = {key: value for key, value in vars(config).items() if _is_per_layer(key, value, depth)}
     named = {key: value for key, value in vars(config).items() if _names_layers(key, value, depth)}
@@ -196,6 +228,7 @@ def _fewer_layers(config: Any) -> None:
     for key, value in lists.items():
         picked = [value[index] for index in kept]
         setattr(config, key, "".join(picked) if isinstance(value, str) else type(value)(picked))
+    return kept
 
 
 def _is_per_layer(name: str, value: Any, depth: int) -> bool:

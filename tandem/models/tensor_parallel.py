@@ -91,17 +91,16 @@ def parallelize(model: PackedModel, group: TensorGroup) -> None:
     """
     decoder, split = model.decoder, Split(group)
     tied = model.output_layer.weight is decoder.embed_tokens.weight
-    for layer in decoder.layers:
+    for layer in model.layers:
         _follow(layer, _with_adapters(layer, split))
     _follow(decoder, {"embed_tokens": split.vocabulary, "norm": split.whole})
-    if not isinstance(model, PolicyModel):
-        split.place(model.output_layer)
-    elif tied:
-        model.output_layer.weight = decoder.embed_tokens.weight
-    else:
-        split.place(model.output_layer, weight=Shard(0))
     if isinstance(model, PolicyModel):
+        split.place(model.output_layer, weight=Shard(0), bias=Shard(0))
         model.tensor_group = group
+    else:
+        split.place(model.output_layer)
+    if tied:
+        model.output_layer.weight = decoder.embed_tokens.weight
     unknown = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if unknown:
         raise ModelError(

@@ -30,9 +30,8 @@ class ValueModel(PackedModel):
     starts_at_zero = frozenset({"value_head.weight", "value_head.bias"})
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        causal_lm: Any = model
-        self.model = causal_lm.get_decoder()
+        super().__init__(model)
+        self.model = super().decoder
         parameter = next(model.parameters())
         hidden = model.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden, 1, bias=True, dtype=parameter.dtype, device=parameter.device)
@@ -65,7 +64,8 @@ class ValueModel(PackedModel):
 
         The value head, which such folders do not contain, keeps its name.
         """
-        return plain_name(name)
+        head, _, rest = name.partition(".")
+        return plain_name(f"{self.decoder_name}.{rest}" if head == "model" else name)
 
 
 def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:
@@ -75,7 +75,7 @@ def head_outputs(module: PackedModel, inputs: PackedInputs) -> Tensor:
     because bf16 would round the result to three digits.
     """
     head = module.output_layer
-    hidden_KD = decode(module.decoder, inputs).index_select(0, inputs.sources)
+    hidden_KD = decode(module, inputs).index_select(0, inputs.sources)
     out_type = torch.promote_types(hidden_KD.dtype, torch.float32)
     bias_1 = None if head.bias is None else local(head.bias).to(out_type)
     out_KL = nn.functional.linear(hidden_KD.to(out_type), local(head.weight).to(out_type), bias_1)

@@ -36,7 +36,7 @@ def wrapped(model: Any, policy: WrapPolicyConfig) -> list[list[nn.Module]]:
             nested.
     """
     names = policy.transformer_layer_cls_to_wrap
-    modules = _of_classes(model, names) if names else list(model.decoder.layers)
+    modules = _of_classes(model, names) if names else list(model.layers)
     if not policy.min_num_params:
         return [[module] for module in modules]
     chosen = set(modules)

@@ -13,11 +13,11 @@ from tandem.config.model import BackboneConfig
 from tandem.memory.activations import Decoder, Setup, fastest_that_fits, kept_bytes
 from tandem.memory.training import Gathered, Way, update_moments
 from tandem.models.activations import manage_activations
-from tandem.models.attention import written_scores
 from tandem.models.loading import load_policy
 from tandem.models.lora import add_adapters, draw_adapters, train_adapters_alone
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
+from tandem.models.rectangles import written_scores
 from tandem.protocol import Ragged
 
 CPU = torch.device("cpu")

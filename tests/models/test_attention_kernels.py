@@ -9,13 +9,16 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from tandem.engines.train.deterministic import deterministic_kernels
 from tandem.errors import ConfigError
-from tandem.models import attention, attention_kernels
+from tandem.models import attention_kernels
 from tandem.models.attention import PACKED, attention_name, packed_attention
 from tandem.models.attention_kernels import PACKAGES, choose_kernel, make_kernel, torch_varlen
+from tandem.models.masks import Mask
 from tandem.models.packing import Packing
+from tandem.models.rectangles import Scores
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LENGTHS = [5, 1, 9]
@@ -86,12 +89,13 @@ def heads(count):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("scores", [Scores(0.3), Scores(0.3, window=4, softcap=2.0)])
 @pytest.mark.parametrize("name", FAKED)
-def test_what_a_package_is_handed(installed, name, deterministic):
+def test_what_a_package_is_handed(installed, name, scores, deterministic):
     calls = installed(name)
     rows, packing = [heads(4), heads(2), heads(2)], Packing(LENGTHS, CPU)
     with deterministic_kernels() if deterministic else nullcontext():
-        out = make_kernel(name)(rows, packing, 0.3)
+        out = make_kernel(name).attend(rows, packing, scores)
     assert torch.equal(out, torch.full_like(rows[0], 7.0))
     ((called, given),) = calls
     assert called == name
@@ -99,7 +103,8 @@ def test_what_a_package_is_handed(installed, name, deterministic):
     seqlens = [given["cu_seqlens_q"], given["cu_seqlens_k"]]
     assert all(part.tolist() == [0, 5, 6, 15] and part.dtype == torch.int32 for part in seqlens)
     said = {"max_seqlen_q": 9, "max_seqlen_k": 9, "softmax_scale": 0.3, "causal": True}
-    said["deterministic"] = deterministic
+    said |= {"deterministic": deterministic, "softcap": scores.softcap}
+    said |= {"window_size": (3, 0)} if scores.window else {}
     defaults = {n: p.default for n, p in FAKED[name].parameters.items() if n not in ("q", "k", "v")}
     others = {n: value for n, value in given.items() if n in defaults and "cu_seqlens" not in n}
     assert others == {n: value for n, value in defaults.items() if n in others} | said
@@ -116,9 +121,12 @@ def test_pytorchs_own_is_handed_the_same(monkeypatch):
     monkeypatch.setattr(attention_kernels.varlen, "varlen_attn", attend)
     monkeypatch.setattr(attention_kernels, "_VARLEN_OPTIONS", signature(attend).parameters)
     packing = Packing(LENGTHS, CPU)
-    for key_heads in (2, 4):
-        torch_varlen([heads(4), heads(key_heads), heads(key_heads)], packing, 0.3)
-    assert calls == [(9, 9, 0.3, (-1, 0), True), (9, 9, 0.3, (-1, 0), False)]
+    for key_heads, window in ((2, 0), (4, 4)):
+        rows = [heads(4), heads(key_heads), heads(key_heads)]
+        torch_varlen.attend(rows, packing, Scores(0.3, window))
+    assert calls == [(9, 9, 0.3, (-1, 0), True), (9, 9, 0.3, (3, 0), False)]
+    assert not torch_varlen.takes(Scores(1.0, softcap=2.0))
+    assert not torch_varlen.takes(Scores(1.0, sinks_H=torch.ones(4)))
 
 
 @pytest.mark.parametrize(
@@ -160,14 +168,15 @@ def test_a_model_is_loaded_with_the_kernel(installed, monkeypatch):
     assert name.startswith(PACKED) and name != PACKED and "flash" not in name
     rows = [heads(count).unsqueeze(0).transpose(1, 2) for count in (4, 2, 2)]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    function, packing = attention.AttentionInterface()[name], Packing(LENGTHS, CPU)
-    out, _ = function(torch.nn.Identity(), *rows, None, packing=packing, scaling=0.3)
+    function, packing = AttentionInterface()[name], Packing(LENGTHS, CPU)
+    out, _ = function(torch.nn.Identity(), *rows, Mask(packing), scaling=0.3)
     assert out.shape == (1, sum(LENGTHS), 4, 64) and [name for name, _ in calls] == ["flash_attention_3"]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 200])
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_gives_what_pytorch_gives(name):
+def test_a_package_gives_what_pytorch_gives(name, window):
     """Compare forward and backward, if the package is installed."""
     try:
         choose_kernel(name, CUDA, 128)
@@ -179,8 +188,8 @@ def test_a_package_gives_what_pytorch_gives(name):
     inputs = [torch.randn(1, n, sum(lengths), 128, **options).requires_grad_() for n in (12, 2, 2)]
     direction = torch.randn(1, sum(lengths), 12, 128, **options)
     for kernel in (name, "torch"):
-        given = {"packing": Packing(lengths, CUDA), "kernel": make_kernel(kernel)}
-        out, _ = packed_attention(torch.nn.Identity(), *inputs, None, **given)
+        mask = Mask(Packing(lengths, CUDA), window)
+        out, _ = packed_attention(torch.nn.Identity(), *inputs, mask, kernel=make_kernel(kernel))
         found[kernel] = [out, *torch.autograd.grad(out, inputs, direction)]
     for ours, other in zip(found[name], found["torch"], strict=True):
         assert (ours - other).float().norm() <= 0.02 * other.float().norm()

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from tandem.cli.main import main
 from tandem.errors import ModelError
-from tandem.models import attention, packing
+from tandem.models import attention, packing, rectangles
 from tandem.models.loading import load_config
 from tandem.models.packed_check import PackedCheck, check_packed, require_sound
 from tandem.models.small_copy import LONGEST, small_copy, window_limits
@@ -65,9 +65,9 @@ def test_a_sound_model(llama, checked):
 def test_sequences_that_see_each_other(llama, monkeypatch, checked):
     """Let every token see all tokens before it, in any sequence."""
 
-    def whole_row(rows, plan, scale):
+    def whole_row(rows, plan, scores):
         q, k, v = (part.transpose(0, 1)[None] for part in rows)
-        return attention._causal(q, k, v, scale)[0].transpose(0, 1)
+        return rectangles._causal(q, k, v, scores)[0].transpose(0, 1)
 
     monkeypatch.setattr(attention, "rectangular", whole_row)
     found, _ = check_packed(llama)

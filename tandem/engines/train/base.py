@@ -237,11 +237,12 @@ class TrainEngine(Protocol):
     def output_head(self) -> Tensor:
         """Return a policy's whole output embedding, (V, D) in the compute dtype, on every rank.
 
+        If the output layer has a bias, it is the first of eight more columns; see `with_bias` in logits.py.
         This is not supported with pipeline parallelism.
         """
 
     def hold_reference_head(self, head: Tensor) -> None:
-        """Store the whole output embedding (V, D) of the reference policy for the output "ref_kl"."""
+        """Store the `output_head` of the reference policy for the output "ref_kl"."""
 
     def take_collectives(self) -> tuple[float, int]:
         """Return the seconds and bytes of this rank's collectives since the last call.

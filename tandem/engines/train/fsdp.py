@@ -134,9 +134,10 @@ class FSDPEngine:
         self._reshard_after_forward = fsdp.reshard_after_forward and self.grid.weights["shard"].size() > 1
         if fsdp.use_torch_compile:
             compile_model(self.module)
-        layers: Any = self.module.decoder.layers
         trains = self._optim is not None
-        managed = manage_activations(layers, settings.model, self.device) if trains else Managed()
+        managed = (
+            manage_activations(list(self.module.layers), settings.model, self.device) if trains else Managed()
+        )
         self.activation_offload = managed.offload
         sharded = shard(
             self.module,

@@ -15,12 +15,13 @@ from tandem.config.optim import OptimConfig
 from tandem.config.rules.engine import conflicts
 from tandem.engines.train.deterministic import prepare
 from tandem.engines.train.optimizers import require_optimizer
-from tandem.models.architectures import require_packable
+from tandem.models.architectures import may_pack, require_task, rows_attention
 from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
 from tandem.models.heads import head_name, make_head
 from tandem.models.kernels import Kernels, choose_kernels
 from tandem.models.loading import load_config, load_policy, load_scorer
+from tandem.models.logits import LogitRule
 from tandem.models.lora import add_adapters, require_peft, train_adapters_alone
 from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.score import ScoreModel
@@ -99,14 +100,17 @@ def unsharded_module(
     require_peft(model)
     remote, scorer = model.trust_remote_code, kind == "score"
     config = load_config(path, trust_remote_code=remote)
-    require_packable(path, config, scorer=scorer, trust_remote_code=remote)
+    architecture = require_task(path, config, scorer=scorer, trust_remote_code=remote)
+    packs = may_pack(architecture, config)
     load = partial(load_scorer, new_head=True) if scorer else load_policy
     text = config.get_text_config()
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     options: dict[str, Any] = {
         "dtype": settings.master,
         "trust_remote_code": remote,
-        "attention": attention_name(model.attn_implementation, device, width),
+        "attention": attention_name(model.attn_implementation, device, width)
+        if packs
+        else rows_attention(architecture),
     }
 
     def made(*, weights: bool) -> PackedModel:
@@ -116,9 +120,11 @@ def unsharded_module(
             add_adapters(backbone, model, kind, settings.master)
         module: PackedModel
         if kind == "policy":
-            module = PolicyModel(backbone, temperature=temperature, head=make_head(model.head, device))
+            head = make_head(model.head, device, softcap=LogitRule.of(config).softcap)
+            module = PolicyModel(backbone, temperature=temperature, head=head)
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
+        module.in_rows = not packs
         module.kernels = Kernels(layers, head_name(model.head, device) if kind == "policy" else None)
         module.requires_grad_(trains).train(trains)
         if model.lora_rank and trains:

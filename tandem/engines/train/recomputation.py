@@ -30,9 +30,9 @@ from tandem.memory.host import host_free, host_total
 from tandem.memory.shapes import model_shape
 from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, reduces_each, update_moments, worst
 from tandem.models.activations import Switch
-from tandem.models.attention import written_scores
 from tandem.models.pipeline import own_layers
 from tandem.models.policy import PackedModel
+from tandem.models.rectangles import written_scores
 from tandem.models.tensor_group import local
 
 _FIELD = "gradient_checkpointing_mode"

@@ -29,6 +29,7 @@ from tandem.engines.train.optimizers import build_optimizers, set_learning_rate
 from tandem.engines.train.stages import Stages
 from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.logits import with_bias
 from tandem.models.lora import is_adapter
 from tandem.models.parallel import Grid
 from tandem.models.policy import PackedModel
@@ -69,9 +70,10 @@ class TrainState:
 
     def reset_optimizer(self) -> None:
         """Build the optimizers with their initial state. A frozen module has no optimizers."""
-        layers: Any = self.module.decoder.layers
         optim, meter = self._optim, self._meter
-        self.optimizers = [] if optim is None else build_optimizers(self.module, layers, optim, meter)
+        self.optimizers = (
+            [] if optim is None else build_optimizers(self.module, self.module.layers, optim, meter)
+        )
         self._optimizer_host.holds = False
         self._slots = {p: slots for each in self.optimizers for p, slots in each.state.items()}
 
@@ -202,9 +204,10 @@ class TrainState:
 
     def output_head(self, dtype: torch.dtype) -> Tensor:
         """Return the whole output embedding; see `TrainEngine.output_head`."""
-        names = [name for name, p in self.named().items() if p is self.module.output_layer.weight]
-        (head,) = (value.clone() for _, value in self.weights(dtype, names))
-        return head
+        head = self.module.output_layer
+        names = {p: name for name, p in self.named().items() if p is head.weight or p is head.bias}
+        whole = {name: value.clone() for name, value in self.weights(dtype, names.values())}
+        return with_bias(whole[names[head.weight]], None if head.bias is None else whole[names[head.bias]])
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return a dict from Hugging Face name to shape, for all weights of the model except adapters.

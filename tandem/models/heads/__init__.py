@@ -35,11 +35,13 @@ class Head(Protocol):
         temperature: float,
         with_entropy: bool,
         group: TensorGroup | None = None,
+        softcap: float = 0.0,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-prob of each target and, if `with_entropy`, the entropy at each position.
 
-        Both belong to the distribution softmax(hidden weightᵀ / temperature). Both have gradients to hidden
-        and weight.
+        Both belong to the distribution softmax(z) of the logits z = hidden weightᵀ / temperature or, with a
+        softcap, z = softcap tanh(hidden weightᵀ / (temperature softcap)). Both have gradients to hidden and
+        weight.
 
         Args:
             hidden_MD: hidden states that predict the targets, M positions of D features; any floating type.
@@ -51,6 +53,7 @@ class Head(Protocol):
                 et al. 2019, arXiv 1909.08053, section 3). The ranks exchange a few numbers per position and,
                 in the backward pass, the gradient of the hidden states. None: this rank has the whole
                 vocabulary.
+            softcap: the largest absolute value of a logit; 0: there is no limit.
 
         Returns:
             (M) log-probs and (M) entropies or None, in nats; fp32, or fp64 for fp64 input.
@@ -67,11 +70,17 @@ def head_name(asked: str, device: torch.device) -> str:
     return "triton" if device.type == "cuda" and find_spec("triton") else "torch"
 
 
-def make_head(name: str, device: torch.device) -> Head:
+def make_head(name: str, device: torch.device, *, softcap: float = 0.0) -> Head:
     """Return the named head for tensors on a device; see `head_name`.
 
+    Args:
+        name: the name of the head.
+        device: the device of the tensors.
+        softcap: the softcap of the model's logits; 0: there is none.
+
     Raises:
-        ConfigError: If the head cannot run on the device, or its package is not installed.
+        ConfigError: If the head cannot run on the device, its package is not installed, or it does not
+            support the softcap.
     """
     name = head_name(name, device)
     needed = [*HEADS[name].packages]
@@ -89,6 +98,14 @@ def make_head(name: str, device: torch.device) -> Head:
     if missing:
         problem = f"not installed: {', '.join(missing)}"
         raise ConfigError(problem, field=_FIELD, got=name, remedy=HEADS[name].install)
+    if name == "liger" and softcap:
+        raise ConfigError(
+            "Liger's head does not support the softcap of this model's logits",
+            field=_FIELD,
+            got=f"{name}, softcap {softcap}",
+            expected="auto, torch or triton",
+            remedy=f"set {_FIELD}=auto",
+        )
     module = "tiled" if name == "torch" else name  # other heads need optional packages
     head: Head = import_module(f"{__name__}.{module}").token_log_probs
     return head

@@ -18,16 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.models.heads.tiled import logits, output_type, tile_width, tiles_of
+from tandem.models.heads.tiled import cap_slope, logits, output_type, tile_width, tiles_of
 from tandem.models.linear import product
 from tandem.models.tensor_group import TensorGroup
 
 
 @torch.no_grad()
 def sum_pi_squared(
-    hidden_MD: Tensor, weight_VD: Tensor, *, temperature: float, group: TensorGroup | None = None
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    *,
+    temperature: float,
+    group: TensorGroup | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """Return Σ_v p(v)² of p = softmax(hidden weightᵀ / temperature) at each position, without gradient.
+    """Return Σ_v p(v)² of p = softmax(z) at each position, without gradient. `Head` defines the logits z.
 
     This is the probability that two tokens sampled at the position are equal. It needs as many operations as
     log-probs.
@@ -37,6 +42,7 @@ def sum_pi_squared(
         weight_VD: the output embedding, same type; this rank's rows if there is a group.
         temperature: divides the logits; > 0.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
+        softcap: the largest absolute value of a logit; 0: there is no limit.
 
     Returns:
         (M) sums in (0, 1]; fp32, or fp64 for fp64 input.
@@ -45,7 +51,7 @@ def sum_pi_squared(
         return hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
     found = []
     for _, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
-        z_MT = _logits(hidden_MD, weight_TD, temperature)
+        z_MT = _logits(hidden_MD, weight_TD, temperature, softcap)
         peak_M = z_MT.amax(1)
         weights_MT = z_MT.sub_(peak_M.unsqueeze(1)).exp_()
         found.append(torch.stack([peak_M, weights_MT.sum(1), weights_MT.square_().sum(1)]).double())
@@ -65,11 +71,12 @@ def kl_divergence(
     *,
     temperature: float,
     group: TensorGroup | None = None,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Return the exact KL divergence over the whole vocabulary at each position, with its exact gradient.
 
-    Equation (p = softmax(z), z = hidden weightᵀ / temperature, of the policy; q the same of the reference, or
-    of any other distribution that p is compared with):
+    Equation (p = softmax(z) of the policy, with the logits z that `Head` defines; q the same of the
+    reference, or of any other distribution that p is compared with):
 
         KL(p || q) = Σ_v p(v) (log p(v) - log q(v))
         d KL / d z(v) = p(v) (log p(v) - log q(v) - KL)
@@ -94,6 +101,7 @@ def kl_divergence(
         other_weight_VD: the output embedding of the distribution to compare with; no gradient.
         temperature: divides the logits; > 0.
         group: the ranks that share the vocabulary; None: this rank has the whole vocabulary.
+        softcap: the largest absolute value of a logit; 0: there is no limit.
 
     Returns:
         (M) KL in nats, never negative; fp32, or fp64 for fp64 input.
@@ -101,21 +109,21 @@ def kl_divergence(
     assert hidden_MD.shape == other_MD.shape, (hidden_MD.shape, other_MD.shape)
     assert weight_VD.shape == other_weight_VD.shape, (weight_VD.shape, other_weight_VD.shape)
     states_MD = hidden_MD if group is None else group.copied(hidden_MD)
-    return _KLDivergence.apply(temperature, group, states_MD, weight_VD, other_MD, other_weight_VD)  # type: ignore[no-untyped-call, no-any-return]
+    return _KLDivergence.apply((temperature, softcap), group, states_MD, weight_VD, other_MD, other_weight_VD)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _KLDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, temperature: float, group: TensorGroup | None, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, rule: tuple[float, float], group: TensorGroup | None, *inputs: Tensor) -> Tensor:
         hidden_MD, weight_VD, other_MD, other_weight_VD = inputs
-        ctx.temperature = temperature
+        ctx.rule = rule
         if len(hidden_MD) == 0:
             ctx.save_for_backward(*inputs)
             return hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
         found = []
         for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
-            z_MT = _logits(hidden_MD, weight_TD, temperature)
-            y_MT = _logits(other_MD, other_weight_VD[start : start + len(weight_TD)], temperature)
+            z_MT = _logits(hidden_MD, weight_TD, *rule)
+            y_MT = _logits(other_MD, other_weight_VD[start : start + len(weight_TD)], *rule)
             peak_M, other_peak_M = z_MT.amax(1), y_MT.amax(1)
             # Subtract each peak first: the difference of two large logits would lose its digits.
             z_MT.sub_(peak_M.unsqueeze(1))
@@ -144,28 +152,33 @@ class _KLDivergence(torch.autograd.Function):
         if len(hidden_MD) == 0:
             return None, None, torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), None, None
         peak_M, log_total_M, other_peak_M, other_log_total_M, divergence_M = saved
-        slope_M1 = (grads[0] / ctx.temperature).unsqueeze(1)
+        temperature, softcap = ctx.rule
+        slope_M1 = (grads[0] / temperature).unsqueeze(1)
         grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=peak_M.dtype)
         grad_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[3] else None
         for start, weight_TD in tiles_of(weight_VD, tile_width(hidden_MD)):
             other_TD = other_weight_VD[start : start + len(weight_TD)]
-            log_p_MT = _logits(hidden_MD, weight_TD, ctx.temperature).sub_(peak_M.unsqueeze(1))
-            log_p_MT.sub_(log_total_M.unsqueeze(1))
-            log_q_MT = _logits(other_MD, other_TD, ctx.temperature).sub_(other_peak_M.unsqueeze(1))
+            z_MT = _logits(hidden_MD, weight_TD, *ctx.rule)
+            cap_slope_MT = cap_slope(z_MT, softcap) if softcap else None
+            log_p_MT = z_MT.sub_(peak_M.unsqueeze(1)).sub_(log_total_M.unsqueeze(1))
+            log_q_MT = _logits(other_MD, other_TD, *ctx.rule).sub_(other_peak_M.unsqueeze(1))
             log_q_MT.sub_(other_log_total_M.unsqueeze(1))
             excess_MT = log_q_MT.neg_().add_(log_p_MT).sub_(divergence_M.unsqueeze(1))
-            grad_MT = log_p_MT.exp_().mul_(excess_MT).mul_(slope_M1).to(hidden_MD.dtype)
+            grad_MT = log_p_MT.exp_().mul_(excess_MT).mul_(slope_M1)
+            if cap_slope_MT is not None:
+                grad_MT.mul_(cap_slope_MT)
+            grad_MT = grad_MT.to(hidden_MD.dtype)
             grad_hidden_MD += product(grad_MT, weight_TD.T)
             if grad_weight_VD is not None:
                 grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
         return None, None, grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, None, None
 
 
-def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
+def _logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float, softcap: float) -> Tensor:
     """Return the logits (M, T) of a tile in the precision of the result."""
     if not hidden_MD.is_cuda:  # on a CPU `wide_product` would round to half precision
         hidden_MD, weight_TD = (values.to(output_type(hidden_MD)) for values in (hidden_MD, weight_TD))
-    return logits(hidden_MD, weight_TD, temperature)
+    return logits(hidden_MD, weight_TD, temperature, softcap)
 
 
 def _peak(peak_SM: Tensor, group: TensorGroup | None) -> Tensor:

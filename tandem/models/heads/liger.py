@@ -28,12 +28,14 @@ def token_log_probs(
     temperature: float,
     with_entropy: bool,
     group: TensorGroup | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies; see `Head`.
 
     In three cases PyTorch's head is used instead: for types other than bfloat16, for zero positions (which
     Liger refuses), and if ranks share the vocabulary.
     """
+    assert softcap == 0  # `make_head` refuses a softcap
     if len(hidden_MD) == 0 or hidden_MD.dtype != torch.bfloat16 or group is not None:
         return tiled.token_log_probs(hidden_MD, weight_VD, targets_M, temperature, with_entropy, group)
     function: Any = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction

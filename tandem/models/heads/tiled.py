@@ -44,6 +44,7 @@ def tiled_log_probs(
     temperature: float,
     with_entropy: bool,
     group: TensorGroup | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probs and entropies; see `Head`. `tiles` does the computations inside a tile."""
     if group is not None:
@@ -56,7 +57,8 @@ def tiled_log_probs(
     learns = torch.is_grad_enabled() and (hidden_MD.requires_grad or weight_VD.requires_grad)
     keep = group is None and learns and size <= _KEPT_BYTES
     apply: Any = _TiledLogProbs.apply
-    log_probs, entropy = apply(hidden_MD, weight_VD, targets_M, temperature, with_entropy, tiles, keep, group)
+    inputs = Inputs(hidden_MD, weight_VD, targets_M, temperature, softcap)
+    log_probs, entropy = apply(*inputs, with_entropy, tiles, keep, group)
     return log_probs, (entropy if with_entropy else None)
 
 
@@ -71,11 +73,12 @@ class Inputs(NamedTuple):
     weight_VD: Tensor
     targets_M: Tensor
     temperature: float
+    softcap: float
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The maximum and sums of the logits of each tile, z = hidden weightᵀ / temperature.
+    """The maximum and sums of the logits z of each tile; see `Head`.
 
     Attributes:
         peak_SM: the maximum of z.
@@ -133,7 +136,7 @@ class Tiles(Protocol):
         """Return the number of vocabulary entries per tile in `gradient`. The last tile may be narrower."""
 
     def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
-        """Return the gradient with respect to one tile's undivided logits, hidden weightᵀ.
+        """Return the gradient with respect to one tile of the product hidden weightᵀ.
 
         Args:
             tile: the inputs with only the tile's rows of the weight, and target ids counted from the first of
@@ -161,13 +164,13 @@ class TorchTiles:
         self._reduced, self._graded = reduced or reduced_tile, graded or graded_tile
 
     def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
-        hidden_MD, weight_VD, targets_M, temperature = inputs
+        hidden_MD, weight_VD, targets_M, *rule = inputs
         peaks, totals = [], []
         moments: list[Tensor] = []
         kept: list[Tensor] = []
         target_M: Tensor | None = None
         for start, weight_TD in tiles_of(weight_VD, self.width(hidden_MD)):
-            z_MT = logits(hidden_MD, weight_TD, temperature)
+            z_MT = logits(hidden_MD, weight_TD, *rule)
             here_M, index_M1 = _places(targets_M - start, len(weight_TD))
             found_M = z_MT.gather(1, index_M1).squeeze(1)
             target_M = found_M if target_M is None else torch.where(here_M, found_M, target_M)
@@ -186,11 +189,14 @@ class TorchTiles:
         return tile_width(hidden_MD)
 
     def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
-        hidden_MD, weight_TD, targets_M, temperature = tile
-        z_MT = logits(hidden_MD, weight_TD, temperature) if kept_MT is None else kept_MT
+        hidden_MD, weight_TD, targets_M, *rule = tile
+        z_MT = logits(hidden_MD, weight_TD, *rule) if kept_MT is None else kept_MT
+        slope_MT = cap_slope(z_MT, tile.softcap) if tile.softcap else None
         grad_MT = self._graded(z_MT, wanted, keep=kept_MT is not None)
         here_M, index_M1 = _places(targets_M, len(weight_TD))
         grad_MT.scatter_add_(1, index_M1, (wanted.target_M * here_M).unsqueeze(1))
+        if slope_MT is not None:
+            grad_MT.mul_(slope_MT)
         return grad_MT.to(hidden_MD.dtype)
 
 
@@ -228,6 +234,7 @@ class _TiledLogProbs(torch.autograd.Function):
         weight_VD: Tensor,
         targets_M: Tensor,
         temperature: float,
+        softcap: float,
         with_entropy: bool,
         tiles: Tiles,
         keep: bool,
@@ -238,22 +245,23 @@ class _TiledLogProbs(torch.autograd.Function):
             none_M = hidden_MD.new_empty(0, dtype=output_type(hidden_MD))
             ctx.save_for_backward(hidden_MD, weight_VD, targets_M, none_M, none_M, none_M)
             return none_M, none_M.clone()
-        sums = tiles.sums(Inputs(hidden_MD, weight_VD, targets_M, temperature), with_entropy, keep=keep)
+        inputs = Inputs(hidden_MD, weight_VD, targets_M, temperature, softcap)
+        sums = tiles.sums(inputs, with_entropy, keep=keep)
         peak_M, log_total_M, entropy_M = found = merged(sums)
         log_probs_M = sums.target_M - peak_M - log_total_M
         if group is not None:
             here_M, _ = _places(targets_M, len(weight_VD))
             log_probs_M, peak_M, log_total_M, entropy_M = over_ranks(group, sums.target_M, here_M, found)
         ctx.save_for_backward(hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *sums.kept)
-        ctx.temperature, ctx.tiles = temperature, tiles
+        ctx.rule, ctx.tiles = (temperature, softcap), tiles
         return log_probs_M, entropy_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_MD, weight_VD, targets_M, peak_M, log_total_M, entropy_M, *kept = ctx.saved_tensors
         if len(hidden_MD) == 0:
-            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 6
-        of_log_probs, of_entropy = (None if grad is None else grad / ctx.temperature for grad in grads)
+            return torch.empty_like(hidden_MD), torch.zeros_like(weight_VD), *[None] * 7
+        of_log_probs, of_entropy = (None if grad is None else grad / ctx.rule[0] for grad in grads)
         target_M = torch.zeros_like(peak_M) if of_log_probs is None else of_log_probs
         constant_M = -target_M if of_entropy is None else -(target_M + of_entropy * entropy_M)
         slope_M = None if of_entropy is None else -of_entropy
@@ -262,13 +270,13 @@ class _TiledLogProbs(torch.autograd.Function):
         grad_hidden_MD = torch.zeros_like(hidden_MD, dtype=peak_M.dtype)
         grad_weight_VD = torch.empty_like(weight_VD) if need_weight else None
         for index, (start, weight_TD) in enumerate(tiles_of(weight_VD, ctx.tiles.width(hidden_MD))):
-            tile = Inputs(hidden_MD, weight_TD, targets_M - start, ctx.temperature)
+            tile = Inputs(hidden_MD, weight_TD, targets_M - start, *ctx.rule)
             grad_MT = ctx.tiles.gradient(tile, wanted, kept[index] if kept else None)
             if need_hidden:
                 grad_hidden_MD += product(grad_MT, weight_TD.T)
             if grad_weight_VD is not None:
                 grad_weight_VD[start : start + len(weight_TD)] = product(grad_MT.T, hidden_MD.T)
-        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, *[None] * 6
+        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, *[None] * 7
 
 
 def merged(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,10 +355,17 @@ def _places(targets_M: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return here_M, targets_M.clamp(0, width - 1).unsqueeze(1)
 
 
-def logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float) -> Tensor:
-    """Return the logits (M, T) of a tile in the precision of the outputs."""
+def logits(hidden_MD: Tensor, weight_TD: Tensor, temperature: float, softcap: float = 0.0) -> Tensor:
+    """Return the logits (M, T) of a tile in the precision of the outputs; see `Head`."""
     logits_MT = wide_product(hidden_MD, weight_TD)
-    return logits_MT if temperature == 1 else logits_MT.div_(temperature)
+    if temperature != 1:
+        logits_MT.div_(temperature)
+    return logits_MT.div_(softcap).tanh_().mul_(softcap) if softcap else logits_MT
+
+
+def cap_slope(z_MT: Tensor, softcap: float) -> Tensor:
+    """Return the derivative of softcap tanh(x / softcap) with respect to x where its value is z, (M, T)."""
+    return (z_MT / softcap).square_().neg_().add_(1)
 
 
 token_log_probs = partial(tiled_log_probs, TorchTiles())

@@ -80,7 +80,7 @@ class TritonTiles:
     """`Tiles` implemented in Triton, for bfloat16, float16 and float32. It never keeps logits."""
 
     def sums(self, inputs: Inputs, with_moment: bool, *, keep: bool) -> Sums:
-        hidden_MD, weight_VD, targets_M, temperature = inputs
+        hidden_MD, weight_VD, targets_M, temperature, softcap = inputs
         hidden_MD, weight_VD = _rows_contiguous(hidden_MD), _rows_contiguous(weight_VD)
         rows, vocabulary = len(hidden_MD), len(weight_VD)
         blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
@@ -90,17 +90,17 @@ class TritonTiles:
         target_M = hidden_MD.new_empty(rows, dtype=torch.float32)
         outputs = sums_SM[0], sums_SM[1], sums_SM[-1], target_M
         tensors = hidden_MD, weight_VD, targets_M.contiguous()
-        numbers = rows, vocabulary, hidden_MD.stride(0), weight_VD.stride(0), 1 / temperature
-        constants = {"MOMENT": with_moment, "SPAN": span, "WIDTH": hidden_MD.shape[1], **blocks.constants}
+        numbers = rows, vocabulary, hidden_MD.stride(0), weight_VD.stride(0), 1 / temperature, softcap
+        constants = {"MOMENT": with_moment, "CAPPED": softcap > 0, "SPAN": span, "WIDTH": hidden_MD.shape[1]}
         programs = triton.cdiv(rows, blocks.rows) * spans
-        sums_kernel[(programs,)](*outputs, *tensors, *numbers, **constants)
+        sums_kernel[(programs,)](*outputs, *tensors, *numbers, **constants, **blocks.constants)
         return Sums(sums_SM[0], sums_SM[1], sums_SM[2] if with_moment else None, target_M)
 
     def width(self, hidden_MD: Tensor) -> int:
         return tile_width(hidden_MD, hidden_MD.dtype)
 
     def gradient(self, tile: Inputs, wanted: LogitGradient, kept_MT: Tensor | None) -> Tensor:
-        hidden_MD, weight_TD, targets_M, temperature = tile
+        hidden_MD, weight_TD, targets_M, temperature, softcap = tile
         hidden_MD, weight_TD = _rows_contiguous(hidden_MD), _rows_contiguous(weight_TD)
         (rows, width), columns = hidden_MD.shape, len(weight_TD)
         blocks = Blocks.of(hidden_MD.dtype, hidden_MD.device)
@@ -108,10 +108,11 @@ class TritonTiles:
         slope_M = wanted.constant_M if wanted.slope_M is None else wanted.slope_M
         factors = wanted.peak_M, wanted.log_total_M, wanted.constant_M, slope_M, wanted.target_M
         strides = hidden_MD.stride(0), weight_TD.stride(0), grad_MT.stride(0)
-        constants = {"SLOPE": wanted.slope_M is not None, "WIDTH": width, **blocks.constants}
+        constants = {"SLOPE": wanted.slope_M is not None, "CAPPED": softcap > 0, "WIDTH": width}
+        numbers = rows, columns, *strides, 1 / temperature, softcap
         programs = triton.cdiv(rows, blocks.rows) * triton.cdiv(columns, blocks.columns)
         tensors = grad_MT, hidden_MD, weight_TD, targets_M, *factors
-        gradient_kernel[(programs,)](*tensors, rows, columns, *strides, 1 / temperature, **constants)
+        gradient_kernel[(programs,)](*tensors, *numbers, **constants, **blocks.constants)
         return grad_MT
 
 

@@ -34,10 +34,13 @@ def _place(program: int, row_blocks: int, others: int, TOGETHER: tl.constexpr) -
 @triton.jit
 def _logits(
     hidden: tl.tensor, weight: tl.tensor, row: tl.tensor, column: tl.tensor, rows: int, vocabulary: int,
-    hidden_stride: int, weight_stride: int, scale: float, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
+    hidden_stride: int, weight_stride: int, scale: float, softcap: float, CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
 ) -> tl.tensor:
-    """Return hidden weightᵀ scale, (ROWS, COLUMNS) in fp32; zero beyond the last row and the last column."""
+    """Return the logits, (ROWS, COLUMNS) in fp32; zero beyond the last row and the last column.
+
+    They are hidden weightᵀ scale, or softcap tanh(hidden weightᵀ scale / softcap) if CAPPED.
+    """
     feature = tl.arange(0, FEATURES)
     hidden += row.to(tl.int64)[:, None] * hidden_stride + feature[None, :]
     weight += column.to(tl.int64)[None, :] * weight_stride + feature[:, None]
@@ -51,15 +54,19 @@ def _logits(
         states = tl.load(hidden + start, mask=states_mask, other=0.0)
         weights = tl.load(weight + start, mask=weights_mask, other=0.0)
         logits = tl.dot(states, weights, logits, input_precision="ieee")
-    return logits * scale
+    logits *= scale
+    if CAPPED:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        logits = softcap - 2 * softcap / (tl.exp(logits * (2 / softcap)) + 1)
+    return logits
 
 
 @triton.jit(do_not_specialize=["rows", "peaks", "totals", "moments"])
 def sums_kernel(
     peaks: tl.tensor, totals: tl.tensor, moments: tl.tensor, target_logits: tl.tensor, hidden: tl.tensor,
     weight: tl.tensor, targets: tl.tensor, rows: int, vocabulary: int, hidden_stride: int,
-    weight_stride: int, scale: float, MOMENT: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
+    weight_stride: int, scale: float, softcap: float, MOMENT: tl.constexpr, CAPPED: tl.constexpr,
+    SPAN: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
     """Compute the fields of `Sums` for one block of rows and one span. There is one program per pair.
 
@@ -75,8 +82,8 @@ def sums_kernel(
     for start in range(0, SPAN, COLUMNS):
         column = span * SPAN + start + tl.arange(0, COLUMNS)
         logits = _logits(
-            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
-            ROWS, COLUMNS, FEATURES,
+            hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, softcap,
+            CAPPED, WIDTH, ROWS, COLUMNS, FEATURES,
         )
         found += tl.sum(tl.where(column[None, :] == target[:, None], logits, 0.0), 1)
         # Entries beyond the vocabulary get zero weight and zero moment. -inf would give NaN, as -inf * 0.
@@ -104,16 +111,16 @@ def gradient_kernel(
     gradient: tl.tensor, hidden: tl.tensor, weight: tl.tensor, targets: tl.tensor, peaks: tl.tensor,
     log_totals: tl.tensor, constants: tl.tensor, slopes: tl.tensor, target_gradients: tl.tensor, rows: int,
     vocabulary: int, hidden_stride: int, weight_stride: int, gradient_stride: int, scale: float,
-    SLOPE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
+    softcap: float, SLOPE: tl.constexpr, CAPPED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, FEATURES: tl.constexpr, TOGETHER: tl.constexpr,
 ) -> None:
     """Compute `Tiles.gradient` for one block of rows and one block of columns; see `LogitGradient`."""
     block, part = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(vocabulary, COLUMNS), TOGETHER)
     row = block * ROWS + tl.arange(0, ROWS)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     logits = _logits(
-        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, WIDTH,
-        ROWS, COLUMNS, FEATURES,
+        hidden, weight, row, column, rows, vocabulary, hidden_stride, weight_stride, scale, softcap, CAPPED,
+        WIDTH, ROWS, COLUMNS, FEATURES,
     )
     real = row < rows
     peak = tl.load(peaks + row, mask=real, other=0.0)
@@ -126,6 +133,8 @@ def gradient_kernel(
     target = tl.load(targets + row, mask=real, other=-1)
     at_target = tl.load(target_gradients + row, mask=real, other=0.0)
     value = tl.exp(log_p) * factor + tl.where(column[None, :] == target[:, None], at_target[:, None], 0.0)
+    if CAPPED:
+        value *= 1 - (logits / softcap) * (logits / softcap)
     place = gradient + row.to(tl.int64)[:, None] * gradient_stride + column[None, :]
     mask = real[:, None] & (column < vocabulary)[None, :]
     tl.store(place, value.to(gradient.dtype.element_ty), mask=mask)
