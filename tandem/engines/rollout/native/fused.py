@@ -138,7 +138,9 @@ class FusedRunner:
         ]
         self._head_is_split = head_is_split(config, split)
         self._head = self._linear(held, "head" if "head" in held else "embedding")
-        self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
+        shape = (heads.kv_heads, heads.head_dim, heads.head_dim)
+        windows = [layer.sight.window_of(max_length) for layer in self._layers]
+        self.layers = tuple(LayerShape(*shape, window) for window in windows)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
         """Return the layout of the heads, with cos and sin tables from the model's rotary module."""

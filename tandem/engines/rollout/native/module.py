@@ -60,7 +60,8 @@ class ModuleRunner:
 
             With only one token, the attention output is the token's value.
             """
-            found.append((layer, LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])))
+            shape = (keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
+            found.append((layer, LayerShape(*shape, sight.window_of(max_length))))
             return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
 
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -103,9 +103,9 @@ def test_nan_is_not_hidden():
 @every_attention
 def test_writes_every_token_into_its_slot_and_nothing_else(name, dtype, tolerance):
     case = case_of(name, [(20, 3), (9, 1), (7, 7)], dtype, kv_heads=3, key_dim=24, value_dim=40)
-    case.step.slots_T[[1, 3]] = -1  # tokens without a slot
-    slots = case.step.slots_T[case.step.slots_T >= 0]
-    kept, blocks, offsets = case.step.slots_T >= 0, slots // 16, slots % 16
+    case.step.slots_GT[0][[1, 3]] = -1  # tokens without a slot
+    slots = case.step.slots_GT[0][case.step.slots_GT[0] >= 0]
+    kept, blocks, offsets = case.step.slots_GT[0] >= 0, slots // 16, slots % 16
     cache, keys, values = case.cache, case.cache.keys[0].clone(), case.cache.values[0].clone()
     keys[blocks, :, :, offsets], values[blocks, :, offsets] = case.new_keys[kept], case.new_values[kept]
     joined = torch.cat((case.new_keys, case.new_values), -1)  # views of a wider projection

@@ -45,14 +45,15 @@ def sequences():
     return tokens
 
 
-def step_input(sequences, shares):
+def step_input(sequences, shares, groups=1):
     """Return the step over scattered blocks out of 64, none of them 0."""
-    tables = torch.randperm(63, generator=torch.Generator().manual_seed(4))[:28].view(4, 7).int() + 1
-    tables[2, 0] = tables[0, 0]
+    numbers = torch.randperm(63, generator=torch.Generator().manual_seed(4))
+    tables = numbers[: 28 * groups].view(groups, 4, 7) + 1
+    tables[:, 2, 0] = tables[:, 0, 0]
     numbers, starts, stops = (list(column) for column in zip(*shares, strict=True))
     counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
     ids = torch.cat([sequences[number][start:stop] for number, start, stop in shares])
-    return step_of(tables[numbers], stops, counts, BLOCK, ids)
+    return step_of(tables[:, numbers], stops, counts, BLOCK, ids)
 
 
 def plain_capped(layer, query, key, value, mask, scaling, softcap, sliding_window, **_):
@@ -73,7 +74,8 @@ def attention_of(runner, name="torch"):
 def logits_of(runner, sequences, attention="torch"):
     over = attention_of(runner, attention)
     with torch.inference_mode():
-        return torch.cat([runner.forward(step_input(sequences, shares), over) for shares in STEPS])
+        steps = [step_input(sequences, shares, len(over.cache.groups.windows)) for shares in STEPS]
+        return torch.cat([runner.forward(step, over) for step in steps])
 
 
 def reference(model, sequences):
@@ -97,7 +99,8 @@ def test_runners_and_full_forward_agree(model, tiny, sequences):
         assert (expected - reference(tiny("mistral", torch.float64), sequences)).abs().max() > 0.1
     automatic = make_runner("auto", module, 64)
     assert type(automatic) is (FusedRunner if model in FUSED else ModuleRunner)
-    few = replace(step_input(sequences, STEPS[0]), logits_L=torch.tensor([8, 2]))  # only some are wanted
+    few = step_input(sequences, STEPS[0], len(attention_of(automatic).cache.groups.windows))
+    few = replace(few, logits_L=torch.tensor([8, 2]))  # only some are wanted
     for runner in (automatic, ModuleRunner(module, 64)):
         torch.testing.assert_close(logits_of(runner, sequences), expected, atol=1e-10, rtol=0)
         with torch.inference_mode():

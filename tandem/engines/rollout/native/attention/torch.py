@@ -26,8 +26,9 @@ class TorchAttention:
         self.cache = cache
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
-        real = step.slots_T >= 0
-        slots = step.slots_T[real]
+        slots_T = step.slots_GT[self.cache.group[layer]]
+        real = slots_T >= 0
+        slots = slots_T[real]
         block, offset = slots // self.cache.block_size, slots % self.cache.block_size
         self.cache.keys[layer][block, :, :, offset] = keys_THD[: len(real)][real]
         self.cache.values[layer][block, :, offset] = values_THD[: len(real)][real]
@@ -38,7 +39,7 @@ class TorchAttention:
         out_TND = query_TND.new_empty(tokens, heads, width, dtype=dtype)
         precision = torch.promote_types(dtype, torch.float32)
         blocks = -(-step.max_length // self.cache.block_size)
-        for tables_RB, tokens_RQ, lengths_R in _rectangles(step):
+        for tables_RB, tokens_RQ, lengths_R in _rectangles(step, step.tables_GSB[self.cache.group[layer]]):
             tables_RB = tables_RB[:, :blocks]
             keys_RHDC = self.cache.keys[layer][tables_RB].permute(0, 2, 3, 1, 4).flatten(3).to(precision)
             values_RHCD = self.cache.values[layer][tables_RB].transpose(1, 2).flatten(2, 3).to(precision)
@@ -55,19 +56,19 @@ class TorchAttention:
         return out_TND
 
 
-def _rectangles(step: StepInput) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _rectangles(step: StepInput, tables_SB: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield groups of sequences that have the same number of tokens in the step.
 
     A group consists of block tables (R, B), token indices (R, Q) and lengths (R).
     """
     if step.max_query == 1:  # the number is known without waiting for the device
-        yield step.tables_SB, step.starts_S1[:-1, None].long(), step.lengths_S
+        yield tables_SB, step.starts_S1[:-1, None].long(), step.lengths_S
         return
     counts_S = step.starts_S1.diff()
     for count in sorted(set(counts_S.tolist())):
         rows = (counts_S == count).nonzero().squeeze(1)
         columns = torch.arange(count, device=rows.device)
-        yield step.tables_SB[rows], step.starts_S1[rows, None].long() + columns, step.lengths_S[rows]
+        yield tables_SB[rows], step.starts_S1[rows, None].long() + columns, step.lengths_S[rows]
 
 
 def _attend(

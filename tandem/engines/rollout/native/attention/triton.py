@@ -72,8 +72,9 @@ class TritonAttention:
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
-        write_kernel[(len(step.slots_T),)](
-            *(self.cache.keys[layer], self.cache.values[layer], keys_THD, values_THD, step.slots_T),
+        slots_T = step.slots_GT[self.cache.group[layer]]
+        write_kernel[(len(slots_T),)](
+            *(self.cache.keys[layer], self.cache.values[layer], keys_THD, values_THD, slots_T),
             *(*keys_THD.stride()[:2], *values_THD.stride()[:2]),
             **_shape(self.cache.layers[layer]),
             H_PAD=next_power_of_2(self.cache.layers[layer].kv_heads),
@@ -84,13 +85,13 @@ class TritonAttention:
         shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         query_TND = dense_rows(query_TND.to(self.cache.dtype))
         tokens, heads, _ = query_TND.shape
-        sequences = len(step.lengths_S)
+        tables_SB, sequences = step.tables_GSB[self.cache.group[layer]], len(step.lengths_S)
         decode = step.max_query == 1
         group = heads // shape.kv_heads
         tiles, sizes = Tiles.of(shape, group, self.cache.dtype, decode), _shape(shape)
         splits = 1
         if decode:
-            columns = step.tables_SB.shape[1] * self.cache.block_size
+            columns = tables_SB.shape[1] * self.cache.block_size
             splits = self._splits or split_count(sequences * shape.kv_heads, columns, self._processors)
         out_TNE = query_TND.new_empty(tokens, heads, shape.value_dim)
         parts = totals = peaks = out_TNE
@@ -101,8 +102,8 @@ class TritonAttention:
         sinks_N = totals if sight.sinks_N is None else sight.sinks_N.contiguous()
         attend_kernel[(chunks, shape.kv_heads, splits)](
             *(parts, totals, peaks, query_TND, keys, values, sinks_N),
-            *(step.tables_SB, step.starts_S1, step.lengths_S),
-            *(sequences, step.tables_SB.stride(0), *query_TND.stride()[:2]),
+            *(tables_SB, step.starts_S1, step.lengths_S),
+            *(sequences, tables_SB.stride(0), *query_TND.stride()[:2]),
             DECODE=decode,
             SPLITS=splits,
             LEAST_TILES=_LEAST_COLUMNS // tiles.columns,
