@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tandem.config.model import PLAIN_DECODERS, stored_config
+from tandem.config.changed_models import stored_config
+from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ModelError
 
 _OWN_CODE = "auto_map"  # a key of config.json that says that the folder contains model classes
