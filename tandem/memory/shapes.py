@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.model import stored_config
+from tandem.config.changed_models import stored_config
 from tandem.errors import ConfigError
 from tandem.memory.activations import Decoder
 

@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tandem.config.model import PLAIN_DECODERS, stored_config
+from tandem.config.changed_models import stored_config
+from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ModelError
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
