@@ -110,11 +110,11 @@ def _model(folders: list[str]) -> int:
         native = f"this engine cannot run the model, use another engine: {error}"
     print(f"rollout.name=native: {native}")
     if found.sound:
-        print("the model can be trained packed" + (", but not with rollout.name=native" if wrong else ""))
+        print("the model can be trained" + (", but not with rollout.name=native" if wrong else ""))
     elif found.sound_within and found.limit is not None:
-        print(f"wrong: the model cannot be trained packed beyond {found.limit} tokens")
+        print(f"wrong: the model cannot be trained beyond {found.limit} tokens")
     else:
-        print("wrong: the model cannot be trained packed")
+        print("wrong: the model cannot be trained")
     return 0 if found.sound and not wrong else 1
 
 

@@ -26,6 +26,11 @@ from tandem.config.model import PLAIN_DECODERS, stored_config
 from tandem.errors import ModelError
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+# Model types that compute positions or masks from the token ids of a row.
+_OWN_ROWS = (
+    *("camembert", "data2vec-text", "doge", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    *("xlm-roberta-xl", "xmod"),
+)
 _OWN_CODE = "auto_map"  # a key of config.json that says that the folder contains model classes
 
 
@@ -91,9 +96,10 @@ def may_pack(model: Any, config: PreTrainedConfig) -> bool:
             trial run shows whether packing works.
         config: the folder's config, from `load_config`.
     """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    stateful = any(kind not in _ATTENTION_LAYERS for kind in kinds)
-    return model is None or (model.is_backend_compatible() and not model._is_stateful and not stateful)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ()
+    alone = text.model_type in _OWN_ROWS or any(kind not in _ATTENTION_LAYERS for kind in kinds)
+    return model is None or (model.is_backend_compatible() and not model._is_stateful and not alone)
 
 
 def rows_attention(model: Any) -> str:

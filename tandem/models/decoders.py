@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -33,6 +35,35 @@ def decoder_of(model: Any) -> Any:
 def head_of(model: Any) -> Any:
     """Return a model's head: the output embedding of a causal language model, or `score` of a classifier."""
     return model.get_output_embeddings() or getattr(model, "score", None)
+
+
+def transforms(model: Any) -> bool:
+    """Return whether a causal language model has weights between its decoder and its output embedding.
+
+    Heads in the style of BERT have such weights.
+    """
+    known = {*model.base_model.parameters(), *head_of(model).parameters()}
+    return not known.issuperset(model.parameters())
+
+
+def without_head(model: Any) -> Callable[..., Any]:
+    """Return a function that calls a causal language model without its output embedding.
+
+    The result has the input of the output embedding as its `last_hidden_state`.
+    """
+    head = head_of(model)
+
+    def call(**inputs: Any) -> SimpleNamespace:
+        forward = vars(head).get("forward")
+        head.forward = lambda hidden: hidden
+        try:
+            return SimpleNamespace(last_hidden_state=model(**inputs).logits)
+        finally:
+            del head.forward
+            if forward is not None:
+                head.forward = forward
+
+    return call
 
 
 def layers_of(decoder: Any) -> nn.ModuleList | None:

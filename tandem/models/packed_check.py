@@ -59,6 +59,7 @@ class PackedCheck:
         failure: the reason why packed sequences beyond the limits cannot be computed at all; None if they can
             be computed.
         limit: the lowest of the config's limits, in tokens; None if the config has no limits.
+        in_rows: whether each sequence gets a row of its own, because the architecture cannot pack sequences.
     """
 
     gradient: float
@@ -67,6 +68,7 @@ class PackedCheck:
     beyond: float
     failure: str | None = None
     limit: int | None = None
+    in_rows: bool = False
 
     @property
     def sound_within(self) -> bool:
@@ -82,10 +84,12 @@ class PackedCheck:
     def lines(self) -> list[str]:
         """The results as sentences for the user."""
         beyond = self.failure or f"{self.beyond:.3g} (limit {_ALONE:g})"
+        layout = "padded, each in a row of its own" if self.in_rows else "packed into one row"
         return [
+            f"sequences in training: {layout}",
             f"gradient with respect to other sequences: {self.gradient:.3g} (limit 0)",
             f"change when other sequences change: {self.others:.3g} (limit {_OTHERS:g})",
-            f"packed, compared with transformers on each sequence alone: {self.alone:.3g} (limit {_ALONE:g})",
+            f"in training, compared with transformers on each sequence alone: {self.alone:.3g} (limit {_ALONE:g})",
             f"the same, beyond every window, chunk and angle limit: {beyond}",
         ]
 
@@ -212,7 +216,7 @@ def _pair(
 
 def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[int]) -> PackedCheck:
     text = own.config.get_text_config()
-    vocabulary = text.vocab_size
+    vocabulary = text.vocab_size - 1  # the last id may stand for an image
     positions = None if list(angle_limits(text)) else getattr(text, "max_position_embeddings", None)
     most = min(LONGEST, positions or LONGEST)
     within = max(2, min([most, 24, *window_limits(text)]))
@@ -237,7 +241,9 @@ def _try_copy(path: str | Path, packed: PackedModel, own: Any, limits: Sequence[
         beyond = _packing_error(packed, own, long)
     except Exception as error:
         failure = _first_line(error)
-    return PackedCheck(gradient, others, alone, beyond, failure or None, min(limits, default=None))
+    return PackedCheck(
+        gradient, others, alone, beyond, failure or None, min(limits, default=None), packed.in_rows
+    )
 
 
 def _require_repeatable(path: str | Path, packed: PackedModel, tokens: Ragged) -> None:
@@ -304,7 +310,7 @@ def _row_bounds(packed: PackedModel, inputs: PackedInputs) -> list[int]:
 
 def _changed(packed: PackedModel, tokens: Ragged) -> float:
     """Return how much a sequence's outputs change when all other sequences get other tokens."""
-    vocabulary, worst = packed.model.config.get_text_config().vocab_size, 0.0
+    vocabulary, worst = packed.model.config.get_text_config().vocab_size - 1, 0.0
     rows, before = tokens.row_ids(), _outcome(packed, _packed(packed, tokens)).detach()
     for row in range(len(tokens)):
         other = _drawn(tokens.lengths.tolist(), vocabulary, seed=4 + row).values

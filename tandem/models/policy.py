@@ -6,7 +6,7 @@ Shapes: N input tokens, K predicted tokens, T entries of the micro-batch's token
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.errors import ConfigError, EngineError
-from tandem.models.decoders import decoder_name, layers_of
+from tandem.models.decoders import decoder_name, layers_of, transforms, without_head
 from tandem.models.heads import Head, token_log_probs
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
 from tandem.models.kernels import Kernels
@@ -75,6 +75,12 @@ class PackedModel(nn.Module):
     def output_layer(self) -> Any:
         """The layer that computes outputs from hidden states."""
 
+    @property
+    def trunk(self) -> Callable[..., Any]:
+        """The function that computes the states that the output layer reads."""
+        decoder: Callable[..., Any] = self.decoder
+        return decoder
+
     def check_outputs(self, asked: Iterable[str]) -> None:
         """Check that the model has all the outputs in `asked`.
 
@@ -124,6 +130,12 @@ class PolicyModel(PackedModel):
                 "the temperature must be positive in training", field="temperature", got=temperature
             )
         self.temperature, self.head, self.rule = temperature, head, LogitRule.of(model.config)
+        self._transforms = transforms(model)
+
+    @property
+    def trunk(self) -> Callable[..., Any]:
+        """The decoder, or the whole model without its output embedding if its head transforms the states."""
+        return without_head(self.model) if self._transforms else super().trunk
 
     @property
     def output_layer(self) -> Any:
@@ -200,8 +212,8 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
 
 def decode(module: PackedModel, inputs: PackedInputs) -> Tensor:
     """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm."""
-    hidden_1ND = in_rows(module.decoder, inputs) if module.in_rows else hidden_states(module.decoder, inputs)
-    return hidden_1ND.squeeze(0)
+    run = in_rows if module.in_rows else hidden_states
+    return run(module.trunk, inputs).squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:

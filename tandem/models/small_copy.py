@@ -44,7 +44,8 @@ def small_copy(config: PreTrainedConfig) -> PreTrainedConfig:
         ropes = _ropes(getattr(part, "rope_parameters", None))
         original = any(rope.get("original_max_position_embeddings") for rope in ropes)
         for name, value in list(vars(part).items()):
-            if not name.startswith("_") and name not in _ALL_LAYERS:
+            whole = isinstance(value, PreTrainedConfig) or name in _ALL_LAYERS
+            if not name.startswith("_") and not whole:
                 smaller = _smaller(name, value, factor)
                 if name == "intermediate_size" and "expand" in vars(part):
                     smaller = value // factor  # the width of the recurrent layers, not of an MLP
@@ -211,17 +212,20 @@ def _fewer_layers(config: Any) -> list[int]:
         if _is_int(value) and any(word in key for word in _PERIODS) and 1 < value < depth
     ]
     first = min(depth, max([2, *(period + 1 for period in periods)]))
-    kept = list(range(min(first, _DEEPEST)))
+    shared = vars(config).get("num_kv_shared_layers") or 0
 
     def kind(index: int) -> tuple[object, ...]:
         told = (str(value[index]) for value in lists.values())
-        return (*told, *(index in value for value in named.values()))
+        return (index >= depth - shared, *told, *(index in value for value in named.values()))
 
+    kept = list(range(min(first, _DEEPEST, depth - shared)))
     seen = set(map(kind, kept))
     for index in range(len(kept), depth):
         if kind(index) not in seen and len(kept) < _DEEPEST:
             seen.add(kind(index))
             kept.append(index)
+    if shared:
+        config.num_kv_shared_layers = sum(index >= depth - shared for index in kept)
     setattr(config, name, len(kept))
     for key, value in named.items():
         setattr(config, key, [place for place, index in enumerate(kept) if index in value])

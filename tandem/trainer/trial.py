@@ -81,7 +81,7 @@ def native_difference(model: Any, *, beyond: bool) -> float:
         Request(
             str(row),
             0,
-            draw.integers(text.vocab_size, size=min(length, most - 1)),
+            draw.integers(text.vocab_size - 1, size=min(length, most - 1)),
             SamplingParams(max_tokens=most - min(length, most - 1)),
         )
         for row, length in enumerate(_PROMPTS)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.engines.train.module import Settings
-from tandem.errors import EngineError
+from tandem.errors import EngineError, ModelError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.loading import load_config
 from tandem.models.parallel import Grid, init_distributed
 from tandem.models.pipeline import Pipeline, check_pipeline
+from tandem.models.policy import PackedModel
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.models.tensor_group import TensorGroup
 from tandem.models.tensor_parallel import check_tensor_parallel
@@ -71,6 +72,21 @@ class Division:
             check_pipeline(config, fsdp.pipeline_parallel_size)
             pipeline = Pipeline.of(grid.work, meter)
         return cls(grid, split, group, pipeline)
+
+    def check_layout(self, module: PackedModel) -> None:
+        """Check that ranks share the tokens of each micro-batch only if the model packs its sequences.
+
+        Raises:
+            ModelError: each sequence needs a row of its own, but ranks share tokens.
+        """
+        if module.in_rows and self.sequence is not None:
+            raise ModelError(
+                "sequence parallelism needs packed sequences, and this architecture cannot pack them",
+                field="ulysses_sequence_parallel_size",
+                got=f"{self.sequence.size}, {type(module.model).__name__}",
+                expected="1",
+                remedy="set ulysses_sequence_parallel_size=1; FSDP shards any model",
+            )
 
     def check_whole(self) -> None:
         """Check that each rank has all layers, and that no layer is split.

@@ -103,6 +103,7 @@ class FSDPEngine:
         self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
         self._data_group = self.grid.work["data"].get_group()  # the ranks with different rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
+        division.check_layout(self.module)
         self.kernels = self.module.kernels
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
