@@ -1,11 +1,11 @@
-"""Tensor parallelism for training: the plan that splits a model's layers over the ranks of a group.
+"""Tensor parallelism for training, which splits a model's layers over the ranks of a group.
 
-The plan follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some of the
+The split follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some of the
 heads and some of the MLP columns. Query, key, value, gate and up projections are split by outputs. Output and
-down projections are split by inputs, and their results are summed over the ranks. Embedding and output head
-are split by vocabulary entries. All other weights are whole on every rank. Activations are plain tensors.
-Parameters are DTensors, so that FSDP can shard them further, and so that checkpoints know which shard each
-rank has.
+down projections are split by inputs, and their results are summed over the ranks. The plan of transformers
+names these layers for each architecture. Embedding and output head are split by vocabulary entries. All other
+weights, also those of experts, are whole on every rank. Activations are plain tensors. Parameters are
+DTensors, so that FSDP can shard them further, and so that checkpoints know which shard each rank has.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tandem.config.model import SHARED_OUT
-from tandem.errors import ConfigError, ModelError
+from tandem.config.model import SHARED_OUT, SPLIT_LAYERS
+from tandem.errors import ConfigError
 from tandem.models.linear import linear
 from tandem.models.lora import ADAPTER, adapted_layers
-from tandem.models.parallel import require_plain
+from tandem.models.parallel import require_kind
 from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.tensor_group import TensorGroup, local
 
 FIELD = "fsdp_config.tensor_parallel_size"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
-_STANDARD = {
+_STANDARD = {  # for architectures for which transformers has no plan
     **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise",
 }
@@ -46,16 +46,16 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
         shards: number of ranks over which FSDP shards each rank's part of the weights.
 
     Raises:
-        ModelError: If the architecture has no plan.
+        ModelError: If the architecture cannot be split.
         ConfigError: If heads, MLP columns or the vocabulary cannot be divided.
     """
     if size == 1:
         return
     text = config.get_text_config()
-    require_plain(text.model_type, FIELD, size, "tensor parallelism does not support this architecture")
+    require_kind(text.model_type, SPLIT_LAYERS, FIELD, size)
     for name in SHARED_OUT:
-        count = getattr(text, name)
-        if count % size:
+        count = getattr(text, name, None)
+        if count is not None and count % size:
             raise ConfigError(
                 "tensor parallelism cannot split this model evenly",
                 field=FIELD,
@@ -89,64 +89,65 @@ def parallelize(model: PackedModel, group: TensorGroup) -> None:
     Call this before FSDP shards the model.
 
     Raises:
-        ModelError: If the model has weights outside of its decoder and head.
         ConfigError: If a layer cannot be divided evenly.
     """
     split, head, embedding = Split(group), model.output_layer, model.model.get_input_embeddings()
     tied = head.weight is embedding.weight
-    styles, copied = _styles(model.decoder)
+    styles, parents = _styles(model.decoder)
     for name, module in list(model.decoder.named_modules()):
-        inside = any(f"{name}.".startswith(f"{parent}.") for parent in copied)
+        inside = any(f"{name}.".startswith(f"{parent}.") for parent in parents)
         style = styles.get(name, "different inputs" if inside else "whole")
+        _check_divides(name, module, style, group.size)
         _CHANGES["vocabulary" if module is embedding else style](split, module)
-    for name in copied:
+    for name in parents:
         split.copied_input(model.decoder.get_submodule(name))
     if isinstance(model, PolicyModel):
         split.place(head, weight=Shard(0), bias=Shard(0))
         model.tensor_group = group
         if tied:
             head.weight = embedding.weight
-    else:
-        split.place(head)
-    unknown = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if unknown:
-        raise ModelError(
-            "tensor parallelism does not know what to do with these weights",
+    for module in model.modules():  # the head of a value or score model, and parts that no text reaches
+        if not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            split.place(module)
+
+
+def _check_divides(name: str, module: Any, style: str, size: int) -> None:
+    dimension = {"c": 0, "r": 1}.get(style[0])  # columns are outputs, rows are inputs
+    if dimension is not None and module.weight.shape[dimension] % size:
+        raise ConfigError(
+            "tensor parallelism cannot split this layer evenly",
             field=FIELD,
-            got=f"{len(unknown)} weights, such as {unknown[0]}",
-            expected="a model with a decoder and a head",
-            remedy="set tensor_parallel_size to 1; FSDP shards any model",
+            got=f"{size}, {name} with a weight of shape {tuple(module.weight.shape)}",
+            expected=f"a divisor of {module.weight.shape[dimension]}",
+            remedy="split each layer among fewer ranks",
         )
 
 
-def plan_of(config: Any) -> dict[str, str]:
-    """Return the style of each module of a decoder that is split, by name with `*` for each number."""
-    plan = getattr(config, "base_model_tp_plan", None) or _STANDARD
-    return {name: style for name, style in plan.items() if style in _STYLES and ".experts" not in name}
+def _styles(decoder: Any) -> tuple[dict[str, str], set[str]]:
+    """Return the style of each split module, and the parents of modules that are split by outputs.
 
-
-def _styles(decoder: nn.Module) -> tuple[dict[str, str], set[str]]:
-    """Return the style of each split module, and the modules whose split submodules need a whole input.
+    Experts are not split.
 
     If a layer with an adapter is split by outputs, the rows of B are split too. If it is split by inputs, the
     columns of A are split too, and the output of A, a few numbers per token, is summed. Otherwise, A and B
     are whole.
     """
-    plan, adapted, copied = plan_of(decoder.config), adapted_layers(decoder), set()
+    plan, adapted = decoder.config.base_model_tp_plan or _STANDARD, adapted_layers(decoder)
     styles: dict[str, str] = {}
+    parents = set()
     for name, _ in decoder.named_modules():
         style = plan.get(_NUMBER.sub("*", name))
-        if style is None:
+        if style not in _STYLES or ".experts" in name:
             continue
         if style == "colwise":
-            copied.add(name.rpartition(".")[0])
+            parents.add(name.rpartition(".")[0])
         if name not in adapted:
             styles[name] = style
             continue
         styles[f"{name}.base_layer"] = style
         a, b = (f"{name}.lora_{part}.{ADAPTER}" for part in "AB")
         styles |= {"colwise": {b: style}, "rowwise": {a: style, b: "whole"}}.get(style, {})
-    return styles, copied
+    return styles, parents
 
 
 class Split:
@@ -270,19 +271,19 @@ class Split:
 
 def _per_head(module: nn.Module, name: str) -> bool:
     """Return whether a weight has an entry or a row for each head: sinks, and norms with own weights."""
-    norm = (
-        not isinstance(module, nn.Linear)
-        and getattr(module, name) is not None
-        and getattr(module, name).ndim == 2
-    )
-    return name == "sinks" or norm
+    return name == "sinks" or ("norm" in type(module).__name__.lower() and getattr(module, name).ndim == 2)
 
 
 def _stand_in(module: Any, seen: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a module with `seen(parameter)` in place of each of its direct parameters."""
+    """Return a copy of a module with `seen(parameter)` in place of each of its direct parameters.
+
+    This includes convolutions, because their parent may use their weights without calling them.
+    """
     stand_in = copy(module)
     held = module._parameters.items()
     stand_in._parameters = {name: None if p is None else seen(p) for name, p in held}
+    parts = module._modules.items()
+    stand_in._modules = {n: _stand_in(p, seen) if isinstance(p, nn.Conv1d) else p for n, p in parts}
     return stand_in
 
 

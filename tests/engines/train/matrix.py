@@ -14,6 +14,8 @@ STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
+FAMILIES = (*("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2"),)
+"""Models with windows, chunks, sinks, soft caps, experts, or other projections than Llama."""
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -43,6 +45,9 @@ FEATURES = {
     "adapters on some layers": ({"model": {**ADAPTERS, "target_modules": ("q_proj", "o_proj")}}, {}),
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
+    **{name: ({"of": name}, {}) for name in FAMILIES},
+    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
+    "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),
 }
 COPIES = {"fsdp_size": 1, "gradient_sync": "each"}
