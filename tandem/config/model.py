@@ -32,16 +32,16 @@ of transformers.
 """
 
 SPLIT_LAYERS = (
-    *("apertus", "arcee", "aria_text", "axk2", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v3"),
-    *("deepseek_v32", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma"),
-    *("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe"),
-    *("glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe"),
-    *("granitemoe_swa", "granitemoeshared", "helium", "hy_v3", "hy_v4", "hyperclovax", "jais2", "laguna"),
-    *("llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2"),
-    *("minimax_m3_vl_text", "ministral3", "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3"),
-    *("olmo_hybrid", "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open"),
-    *("starcoder2", "vaultgemma", "youtu"),
+    *("apertus", "arcee", "aria_text", "axk2", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2"),
+    *("deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe"),
+    *("flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granite_swa"),
+    *("granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hy_v3", "hy_v4", "hyperclovax"),
+    *("jais2", "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax"),
+    *("minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat"),
+    *("olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2"),
+    *("qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss"),
+    *("smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"),
 )
 """The model types whose layers can be split over devices for training (tensor parallelism)."""
 

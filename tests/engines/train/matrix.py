@@ -14,8 +14,9 @@ STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
-FAMILIES = (*("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2"),)
+FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
 """Models with windows, chunks, sinks, soft caps, experts, or other projections than Llama."""
+EXPERTS = ("gpt_oss", "llama4")
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -46,6 +47,7 @@ FEATURES = {
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
     **{name: ({"of": name}, {}) for name in FAMILIES},
+    "llama4": ({"of": "llama4", "precision": "fp32"}, {}),  # its angles are always in fp32
     "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
     "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),
@@ -68,7 +70,10 @@ DIVISIONS = {
     "stages and tokens": {"sequence_parallel": 2, "fsdp": {"pipeline_parallel_size": 2}},
     "four stages": {"fsdp": {"pipeline_parallel_size": 4}},
 }
-ON_TWO = {"shards": ("plain",), "tokens": ("plain",), "layers": ("plain",), "stages": ("plain",)}
+ON_TWO = {
+    "shards": ("plain",),
+    **{"tokens": ("plain", "gpt_oss"), "layers": ("plain", "gpt_oss"), "stages": ("plain",)},
+}
 STAGES = (
     *("five layers", "bf16", "values", "scores", "partly recomputed", "reduced often", "all rows at once"),
     *("one row at once", "by tokens", "a rank without rows", "muon"),
@@ -76,23 +81,27 @@ STAGES = (
 LONG_ON_TWO = {
     "shards": ("scores", "adapters", "adapters offloaded", "adapters of values"),
     "copies": ("plain", "adapters"),
-    "tokens": ("fp32", "values", "adapters"),
+    "tokens": ("fp32", "values", "adapters", "gemma2", "gemma3", "llama4", "windowed"),
     "tokens of copies": ("plain",),
     "layers": (
         *("untied", "bf16", "values", "scores", "recomputed", "offloaded", "adapters", "fp32", "biases"),
         *("adapters recomputed", "adapters on some layers", "adapters of values", "all rows at once"),
-        "padded",
+        *("padded", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2"),
+        *("gpt_oss adapters", "olmo3 adapters"),
     ),
-    "stages": (*STAGES, "untied", "fp32", "padded", "gathered"),
+    "stages": (*STAGES, "untied", "fp32", "padded", "gathered", "gpt_oss", "gemma3", "llama4"),
 }
 ON_FOUR = {
     "shards": ("plain",),
     "tokens": ("plain", "fp32", "values"),
     "tokens of pairs": ("plain",),
     "tokens by four": ("plain",),
-    "layers": ("plain", "untied", "biases", "fp32", "values", "scores", "recomputed", "offloaded", "bf16"),
+    "layers": (
+        *("plain", "untied", "biases", "fp32", "values", "scores", "recomputed", "offloaded", "bf16"),
+        *("gpt_oss", "gemma3", "olmo3"),
+    ),
     "layers of copies": ("untied",),
-    "layers and tokens": ("plain",),
+    "layers and tokens": ("plain", "gpt_oss"),
     "layers by four": ("four heads",),
     "stages": ("plain", *STAGES, "untied"),
     "stages of copies": ("plain",),

@@ -30,15 +30,15 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**UNTIED | BIASED),
     "mistral": lambda: MistralConfig(**{**UNTIED, "num_key_value_heads": 4, "sliding_window": None}),
     "deep": lambda: Qwen2Config(**{**SHAPE, "num_hidden_layers": 5}),
-    "gpt_oss": lambda: GptOssConfig(**UNTIED | EXPERTS | WINDOW, head_dim=8, layer_types=KINDS),
-    "gemma2": lambda: Gemma2Config(**SHAPE | CAPS | WINDOW, head_dim=8, layer_types=KINDS),
-    "gemma3": lambda: Gemma3TextConfig(**SHAPE | WINDOW, head_dim=8, layer_types=KINDS),
-    "olmo3": lambda: Olmo3Config(**UNTIED | WINDOW, layer_types=KINDS),
-    "phi3": lambda: Phi3Config(**UNTIED | WINDOW, **NO_IDS),
-    "llama4": lambda: Llama4TextConfig(**UNTIED | CHUNKS, **NO_IDS),
+    "gpt_oss": lambda: GptOssConfig(**UNTIED | EXPERTS | WINDOW | NO_IDS, head_dim=8, layer_types=KINDS),
+    "gemma2": lambda: Gemma2Config(**SHAPE | CAPS | WINDOW | NO_IDS, head_dim=8, layer_types=KINDS),
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE | WINDOW | NO_IDS, head_dim=8, layer_types=KINDS),
+    "olmo3": lambda: Olmo3Config(**UNTIED | WINDOW | NO_IDS, layer_types=KINDS),
+    "phi3": lambda: Phi3Config(**UNTIED | WINDOW | NO_IDS),
+    "llama4": lambda: Llama4TextConfig(**UNTIED | CHUNKS | NO_IDS),
     "windowed": lambda: MistralConfig(**UNTIED | WINDOW),
-    "glm4": lambda: Glm4Config(**UNTIED, **NO_IDS, head_dim=8),
-    "starcoder2": lambda: Starcoder2Config(**SHAPE | WINDOW),
+    "glm4": lambda: Glm4Config(**UNTIED | NO_IDS, head_dim=8),
+    "starcoder2": lambda: Starcoder2Config(**SHAPE | WINDOW | NO_IDS),
 }
 WINDOW, KINDS = {"sliding_window": 8}, ["sliding_attention", "full_attention"]
 NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
