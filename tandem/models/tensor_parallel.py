@@ -28,7 +28,8 @@ from tandem.models.tensor_group import TensorGroup, local
 
 FIELD = "fsdp_config.tensor_parallel_size"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+# The dimension of a weight, outputs or inputs, that each style of transformers' plans splits.
+_SPLIT = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
 _STANDARD = {  # for architectures for which transformers has no plan
     **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise",
@@ -112,13 +113,12 @@ def parallelize(model: PackedModel, group: TensorGroup) -> None:
 
 
 def _check_divides(name: str, module: Any, style: str, size: int) -> None:
-    dimension = {"c": 0, "r": 1}.get(style[0])  # columns are outputs, rows are inputs
-    if dimension is not None and module.weight.shape[dimension] % size:
+    if style in _SPLIT and module.weight.shape[_SPLIT[style]] % size:
         raise ConfigError(
             "tensor parallelism cannot split this layer evenly",
             field=FIELD,
             got=f"{size}, {name} with a weight of shape {tuple(module.weight.shape)}",
-            expected=f"a divisor of {module.weight.shape[dimension]}",
+            expected=f"a divisor of {module.weight.shape[_SPLIT[style]]}",
             remedy="split each layer among fewer ranks",
         )
 
@@ -126,18 +126,16 @@ def _check_divides(name: str, module: Any, style: str, size: int) -> None:
 def _styles(decoder: Any) -> tuple[dict[str, str], set[str]]:
     """Return the style of each split module, and the parents of modules that are split by outputs.
 
-    Experts are not split.
-
-    If a layer with an adapter is split by outputs, the rows of B are split too. If it is split by inputs, the
-    columns of A are split too, and the output of A, a few numbers per token, is summed. Otherwise, A and B
-    are whole.
+    Experts are not split. If a layer with an adapter is split by outputs, the rows of B are split too. If it
+    is split by inputs, the columns of A are split too, and the output of A, a few numbers per token, is
+    summed. Otherwise, A and B are whole.
     """
     plan, adapted = decoder.config.base_model_tp_plan or _STANDARD, adapted_layers(decoder)
     styles: dict[str, str] = {}
     parents = set()
     for name, _ in decoder.named_modules():
         style = plan.get(_NUMBER.sub("*", name))
-        if style not in _STYLES or ".experts" in name:
+        if style not in _SPLIT or ".experts" in name:
             continue
         if style == "colwise":
             parents.add(name.rpartition(".")[0])
