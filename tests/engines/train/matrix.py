@@ -3,10 +3,13 @@
 How a model is trained and divided changes no number: `record` returns the same on one rank as on many.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tandem.engines.weight_sync import checksum
+from tandem.models.double_precision import double_precision
 from tests.engines.train import synthetic
 from tests.engines.train.models import ADAPTERS
 
@@ -14,9 +17,9 @@ STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
-FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
-"""Models with windows, chunks, sinks, soft caps, experts, or other projections than Llama."""
-EXPERTS = ("gpt_oss", "llama4")
+FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2")
+"""Models with windows, chunks, sinks, soft caps, experts or other projections. They train in double precision."""
+EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -47,7 +50,6 @@ FEATURES = {
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
     **{name: ({"of": name}, {}) for name in FAMILIES},
-    "llama4": ({"of": "llama4", "precision": "fp32"}, {}),  # its angles are always in fp32
     "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
     "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),
@@ -174,7 +176,8 @@ def record(models, what, how=None, division=None):
     engine = engine_of(models, what, how, division)
     rows = my_rows(engine, batch_for(what), empty=how.get("empty", False))
     started, drawn = synthetic.weights(engine), adapters(engine)
-    metrics, forward = train(engine, rows, what.get("kind", "policy"), how.get("cut", "three"))
+    with double_precision() if what.get("of") in FAMILIES else nullcontext():
+        metrics, forward = train(engine, rows, what.get("kind", "policy"), how.get("cut", "three"))
     dtypes = (engine.compute_dtype, torch.bfloat16)
     return {
         **{"share": engine.share, "started": started, "drawn": drawn, "metrics": metrics, "forward": forward},
