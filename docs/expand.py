@@ -2,6 +2,7 @@
 
 <!-- help: NAME -->        the output of `tandem NAME --help`
 <!-- drawing: NAME -->     a diagram of docs/drawings.py
+<!-- table: models -->      the table of architectures
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import io
 import re
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout, suppress
+from html import escape
 from unittest.mock import patch
 
 from docs import drawings
+from tandem.cli import models
 from tandem.cli.main import main
+from tandem.models.families import families
 
-_DIRECTIVE = re.compile(r"^<!-- (help|drawing): (\S+) -->$", re.M)
+_DIRECTIVE = re.compile(r"^<!-- (help|drawing|table): (\S+) -->$", re.M)
 
 
 def expanded(text: str) -> str:
@@ -33,4 +37,17 @@ def help_of(command: str) -> str:
     return f"```text\n{printed.getvalue().strip()}\n```"
 
 
-_MAKE: Mapping[str, Callable[[str], str]] = {"help": help_of, "drawing": drawings.drawing}
+def model_table(_: str) -> str:
+    """Return the table of architectures, and the reasons for what is missing."""
+    known = families()
+    rows = [models.COLUMNS, ["---"] * len(models.COLUMNS), *map(models.cells, known)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    reasons = "\n".join(f"- `{family.name}`: {escape(family.reason)}" for family in known if family.reason)
+    return f"{models.summary(known)}.\n\n{table}\n\n## What is missing\n\n{reasons}"
+
+
+_MAKE: Mapping[str, Callable[[str], str]] = {
+    "help": help_of,
+    "drawing": drawings.drawing,
+    "table": model_table,
+}

@@ -21,6 +21,7 @@ NAV: tuple[Part, ...] = (
             "command-line.md",
             "reading-a-run.md",
             "support.md",
+            "models.md",
             "measurements.md",
         ),
     ),

@@ -35,6 +35,7 @@ COMMANDS = {
     "node": ("node:node", "join this machine to a cluster"),
     "export": ("export:export", "export a checkpoint as a Hugging Face model folder"),
     "check": ("check:check", "report everything that is wrong with a config"),
+    "models": ("models:models", "list the architectures that can be trained, and what each can do"),
     "plan": ("plan:plan_memory", "plan a run's memory on its devices, from the config only"),
     "from-trl": ("from_peer:from_trl", "make a config from TRL's settings"),
     "from-openrlhf": ("from_peer:from_openrlhf", "make a config from OpenRLHF's options"),

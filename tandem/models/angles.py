@@ -22,25 +22,43 @@ BY_LENGTH = ("dynamic", "longrope")
 def fit_angles(model: nn.Module) -> None:
     """Make the rotary embeddings of a model follow the length of each packed sequence, in place."""
     for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
-        if set(kinds.values() if isinstance(kinds, dict) else [kinds]) & set(BY_LENGTH):
+        if set(_kinds(module).values()) & set(BY_LENGTH):
             module.forward = partial(_by_length, module)
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Set the angles of a model of transformers to those of short sequences.
+
+    With rope type "dynamic", transformers would otherwise keep the angles of an earlier, longer sequence.
+    """
+    for module in model.modules():
+        for layer_type, kind in _kinds(module).items():
+            if kind == "dynamic":
+                _reset(module, layer_type)
+
+
+def _kinds(module: Any) -> dict[str | None, str]:
+    """Return the rope types of a rotary embedding by type of layer; None: all layers."""
+    kinds = getattr(module, "rope_type", None) or {}
+    return kinds if isinstance(kinds, dict) else {None: kinds}
 
 
 def _by_length(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
     """Return the angles of the packed tokens, computed once for each length that makes a difference."""
-    kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    kind = _kinds(module)[layer_type]
     kinds = {} if layer_type is None else {"layer_type": layer_type}
     plain, packing = type(module).forward, attended()
     if kind not in BY_LENGTH or not isinstance(packing, Packing):
         return plain(module, x, position_ids, **kinds)
     own = module.config.rope_parameters if layer_type is None else module.config.rope_parameters[layer_type]
     limit = own["original_max_position_embeddings"] if kind == "longrope" else module.original_max_seq_len
-    longest = limit + 1 if kind == "longrope" else packing.max_length  # all longer ones have equal angles
+    longest = (
+        limit + 1 if kind == "longrope" else max(packing.whole_lengths)
+    )  # all longer ones have equal angles
     found: Any = None
-    for length in sorted({min(max(length, limit), longest) for length in packing.lengths}):
+    for length in sorted({min(max(length, limit), longest) for length in packing.whole_lengths}):
         if kind == "dynamic":
-            _reset(module, "" if layer_type is None else f"{layer_type}_")
+            _reset(module, layer_type)
         # transformers takes the largest position for the length, so one more position is appended.
         positions = (
             position_ids if length > limit and kind == "longrope" else position_ids.clamp(max=length - 1)
@@ -48,12 +66,13 @@ def _by_length(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | N
         positions = torch.cat([positions, positions.new_full((len(positions), 1), length - 1)], 1)
         made = plain(module, x, positions, **kinds)
         made = tuple(part[:, :-1] for part in made) if isinstance(made, tuple) else made[:, :-1]
-        found = made if found is None else _chosen(packing.lengths_here() >= length, made, found)
+        found = made if found is None else _chosen(packing.whole_lengths_here() >= length, made, found)
     return found
 
 
-def _reset(module: Any, prefix: str) -> None:
+def _reset(module: Any, layer_type: str | None) -> None:
     """Set the angles to those of short sequences. Otherwise a longer sequence's angles would stay."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
     original = getattr(module, f"{prefix}original_inv_freq")
     held = getattr(module, f"{prefix}inv_freq")
     setattr(module, f"{prefix}inv_freq", original.to(held.device))

@@ -21,9 +21,8 @@ def decoder_name(model: Any) -> str:
     names = {module: name for name, module in model.named_modules()}
     head, embedding = head_of(model), model.get_input_embeddings()
     found = model.get_decoder()
-    around = [
-        name for name in _outwards(names[embedding]) if head not in set(model.get_submodule(name).modules())
-    ]
+    outwards = _outwards(names[embedding])
+    around = [name for name in outwards if head not in set(model.get_submodule(name).modules())]
     return names[found] if names.get(found) in around else around[-1]
 
 
@@ -71,7 +70,7 @@ def layers_of(decoder: Any) -> nn.ModuleList | None:
 
     The list is named `layers`, or is the outermost list with as many modules as the config has layers.
     """
-    named, count = getattr(decoder, "layers", None), decoder.config.num_hidden_layers
+    named, count = getattr(decoder, "layers", None), getattr(decoder.config, "num_hidden_layers", None)
     if isinstance(named, nn.ModuleList):
         return named
     lists = (part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == count)

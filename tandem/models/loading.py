@@ -29,6 +29,7 @@ from tandem.models.linear import speed_up_linears
 from tandem.models.logits import LogitRule
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_RANDOM = ("drop", "jitter")
 _unfit = partial(ModelError, field="model.path")
 _incomplete = partial(IncompleteModelError, field="model.path")
 _COPY_AGAIN = "copy or download the folder again"
@@ -55,11 +56,16 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
 
 
 def _drop_nothing(config: PreTrainedConfig) -> None:
-    """Set every dropout to zero, also in nested configs, because dropout would make log-probs random."""
+    """Set every dropout and jitter to zero, also in nested configs: they would make log-probs random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             _drop_nothing(value)
-        elif "drop" in name and isinstance(value, (int, float)) and value is not True and 0 < value <= 1:
+        elif (
+            any(word in name for word in _RANDOM)
+            and isinstance(value, (int, float))
+            and value is not True
+            and 0 < value <= 1
+        ):
             setattr(config, name, 0.0)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.errors import ModelError, TandemError
-from tandem.models.angles import fit_angles
+from tandem.models.angles import fit_angles, forget_lengths
 from tandem.models.architectures import auto_class, may_pack, require_task, rows_attention
 from tandem.models.attention import PACKED
 from tandem.models.double_precision import double_precision
@@ -89,7 +89,8 @@ class PackedCheck:
             f"sequences in training: {layout}",
             f"gradient with respect to other sequences: {self.gradient:.3g} (limit 0)",
             f"change when other sequences change: {self.others:.3g} (limit {_OTHERS:g})",
-            f"in training, compared with transformers on each sequence alone: {self.alone:.3g} (limit {_ALONE:g})",
+            "in training, compared with transformers on each sequence alone: "
+            f"{self.alone:.3g} (limit {_ALONE:g})",
             f"the same, beyond every window, chunk and angle limit: {beyond}",
         ]
 
@@ -334,6 +335,7 @@ def _outcome_alone(own: Any, row: Tensor, *, scores: bool) -> Tensor:
     For a causal language model, this is the log-prob of each token given the tokens before it, with 0 for the
     first token. For a reward model, it is the score of the sequence, at the last token.
     """
+    forget_lengths(own)
     with torch.no_grad():
         logits = own(input_ids=row[None, :], use_cache=False).logits[0]
     if scores:

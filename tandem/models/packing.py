@@ -37,6 +37,8 @@ class Packing:
         device: the device of the model.
         split: the ranks that share the tokens; their number must divide the number of tokens. None for one
             rank.
+        whole_lengths: the number of tokens of each sequence, also of those that are not part of the input;
+            None: `lengths`.
 
     Attributes:
         position_ids: (N) int64, the position of each token in its sequence, for this rank's shard of the
@@ -51,21 +53,28 @@ class Packing:
             the row, so that no copy is needed.
         split: the argument `split`.
         lengths: the argument `lengths`.
+        whole_lengths: the argument `whole_lengths`.
     """
 
     __slots__ = (
         *("_chunked", "cu_seqlens", "lengths", "max_length", "padded_tokens", "places", "position_ids"),
-        *("rectangles", "split", "tokens"),
+        *("rectangles", "split", "tokens", "whole_lengths"),
     )
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, split: SequenceSplit | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        split: SequenceSplit | None = None,
+        *,
+        whole_lengths: Sequence[int] | None = None,
     ) -> None:
         lengths_B = torch.tensor(lengths, dtype=torch.int64)
         assert len(lengths) and int(lengths_B.min()) >= 1, "a sequence without tokens"
         ends_B = lengths_B.cumsum(0)
         offsets = torch.cat([ends_B.new_zeros(1), ends_B])
         self.tokens, self.lengths = int(ends_B[-1]), tuple(lengths)
+        self.whole_lengths = self.lengths if whole_lengths is None else tuple(whole_lengths)
         self._chunked: dict[int, Packing] = {}
         positions_N = torch.arange(self.tokens) - (ends_B - lengths_B).repeat_interleave(lengths_B)
         self.split = split
@@ -100,10 +109,10 @@ class Packing:
         starts_N = starts_B.repeat_interleave(torch.tensor(self.lengths))
         return starts_N.to(self.position_ids.device) + self.position_ids
 
-    def lengths_here(self) -> Tensor:
-        """Return (N) int64, the length of each token's sequence, for this rank's shard of the tokens."""
-        lengths_B = torch.tensor(self.lengths)
-        lengths_N = lengths_B.repeat_interleave(lengths_B)[_share(self.split, self.tokens)]
+    def whole_lengths_here(self) -> Tensor:
+        """Return (N) int64, the whole length of each token's sequence, for this rank's tokens."""
+        lengths_N = torch.tensor(self.whole_lengths).repeat_interleave(torch.tensor(self.lengths))
+        lengths_N = lengths_N[_share(self.split, self.tokens)]
         return lengths_N.to(self.position_ids.device)
 
     @property
@@ -221,7 +230,8 @@ def pack(
     places_K, sources_K = places_K[here_K], sources_K[here_K] - share.start
     host = [input_ids_N[share], sources_K, tokens.values[places_K], places_K]
     input_ids, sources, targets, places = to_device(host, device)
-    packing = Packing(widths, device, split)
+    whole_lengths = [*lengths_B.tolist(), *widths[len(lengths_B) :]]
+    packing = Packing(widths, device, split, whole_lengths=whole_lengths)
     return PackedInputs(input_ids, packing, sources, targets, places, total=len(tokens.values))
 
 

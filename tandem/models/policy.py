@@ -64,11 +64,9 @@ class PackedModel(nn.Module):
         return self.model.get_submodule(self.decoder_name)
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """The layers of the decoder."""
-        found = layers_of(self.decoder)
-        assert found is not None  # `require_trainable` refuses such a decoder
-        return found
+    def layers(self) -> Any:
+        """The decoder's list of layers."""
+        return layers_of(self.decoder)
 
     @property
     @abstractmethod
@@ -241,7 +239,8 @@ def in_rows(decoder: Any, inputs: PackedInputs) -> Tensor:
     shape = (len(packing.lengths), packing.max_length)
     ids_BT = inputs.input_ids.new_zeros(shape).flatten().index_copy(0, places_N, inputs.input_ids).view(shape)
     out = decoder(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
-    return out.last_hidden_state.flatten(0, 1).index_select(0, places_N).unsqueeze(0)
+    hidden_BTD: Tensor = out.last_hidden_state
+    return hidden_BTD.flatten(0, 1).index_select(0, places_N).unsqueeze(0)
 
 
 def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:

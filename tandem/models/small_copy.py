@@ -129,7 +129,7 @@ def _factor(text: Any) -> int:
     head = field_of(text, "head_dim") or (hidden // heads if _is_int(heads) else hidden)
     factor = 1
     while head >= 2 * factor * _HEAD and hidden >= 2 * factor * _HIDDEN and hidden % (2 * factor) == 0:
-        if head % (2 * factor):
+        if head % (4 * factor):  # rotary angles need an even number of features
             break
         factor *= 2
     return factor

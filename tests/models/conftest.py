@@ -5,11 +5,11 @@ import shutil
 import pytest
 from transformers import CONFIG_MAPPING
 
-from tests.models.small import CONFIGS, SHAPE, save
+from tests.models.small import CONFIGS, OTHER_HEADS, SHAPE, save
 
 
 def saved(kind, tmp_path_factory):
-    return save(CONFIG_MAPPING[kind](**SHAPE, **CONFIGS[kind]), tmp_path_factory.mktemp(kind))
+    return save(CONFIG_MAPPING[kind](**SHAPE, **(CONFIGS | OTHER_HEADS)[kind]), tmp_path_factory.mktemp(kind))
 
 
 @pytest.fixture(scope="session", params=list(CONFIGS))

@@ -1,6 +1,7 @@
 """Tiny random models, their engines, and each sequence's log-softmax by transformers alone."""
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.config.fsdp import FSDPConfig
@@ -17,12 +18,26 @@ CONFIGS = {
     "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
     "llama": {"tie_word_embeddings": False},
 }
+# Other rules of logits, biases of the head, and other names of the decoder and its layers.
+OTHER_HEADS = {
+    "gemma2": {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 2.0},
+    "hyperclovax": {"logits_scaling": 2.0},
+    "phi": {},
+    "gpt_neox": {"tie_word_embeddings": False},
+    "gpt2": {"tie_word_embeddings": True},
+}
 
 
 def save(config, folder, *, scorer=False):
     torch.manual_seed(0)
     auto = AutoModelForSequenceClassification if scorer else AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(folder)
+    model = auto.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # biases start at zero
+            nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
     return folder
 
 

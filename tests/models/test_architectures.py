@@ -8,7 +8,7 @@ from transformers import BloomConfig, MambaConfig, Qwen3Config, T5Config
 from tandem.cli.main import main
 from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ModelError
-from tandem.models.architectures import require_packable, require_task
+from tandem.models.architectures import may_pack, require_task
 from tandem.models.loading import load_config, load_policy
 from tandem.models.packed_check import check_packed
 from tests.support.runs import lab
@@ -54,22 +54,23 @@ def test_one_that_is_no_language_model(folder_of):
 
 
 @pytest.mark.parametrize("config", [BloomConfig(), MambaConfig()], ids=["own attention", "a state"])
-def test_one_that_cannot_be_packed(folder_of, config):
-    """A folder's own code is tried instead."""
+def test_one_that_cannot_be_packed_is_trained_in_rows(folder_of, config):
+    """A folder's own code is packed, because only a trial run shows whether it can be."""
     name = type(config).__name__.replace("Config", "ForCausalLM")
     folder = folder_of(config.to_dict() | {"architectures": [name]})
-    error = refused(check_packed, folder)
-    assert name in error.got and "packed" in str(error)
+    found, _ = check_packed(folder)
+    assert found.in_rows and found.sound and "row of its own" in found.lines[0]
     own = type(config)(auto_map={"AutoModelForCausalLM": "own.Own"})
-    require_packable(folder, own, trust_remote_code=True)
-    assert "packed" in str(refused(require_packable, folder, own))
+    assert may_pack(require_task(folder, own, trust_remote_code=True), own)
+    assert not may_pack(require_task(folder, own), own)
 
 
 @pytest.mark.parametrize("kind", PLAIN_DECODERS)
 def test_plain_decoders_can_be_packed(folder_of, kind):
     folder = folder_of({"model_type": kind})
     for scorer in (False, True):
-        require_packable(folder, load_config(folder), scorer=scorer)
+        config = load_config(folder)
+        assert may_pack(require_task(folder, config, scorer=scorer), config)
 
 
 @pytest.mark.parametrize("stored", [UNKNOWN, T5], ids=["unknown", "T5"])

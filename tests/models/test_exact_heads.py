@@ -7,17 +7,16 @@ from hypothesis import strategies as st
 
 from tandem.models.heads import tiled
 from tandem.models.heads.exact import kl_divergence, sum_pi_squared
-from tests.support.heads import Largest, cut, make_case
+from tests.support.heads import Largest, cut, log_softmax, make_case
 
 
-def divergence(hidden, weight, other, other_weight, temperature):
-    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
-    log_q = torch.log_softmax(other.double() @ other_weight.double().T / temperature, -1)
+def divergence(hidden, weight, other, other_weight, *rule):
+    log_p, log_q = log_softmax(hidden, weight, *rule), log_softmax(other, other_weight, *rule)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def squares(hidden, weight, temperature):
-    return torch.softmax(hidden.double() @ weight.double().T / temperature, -1).square().sum(-1).detach()
+def squares(hidden, weight, *rule):
+    return log_softmax(hidden, weight, *rule).exp().square().sum(-1).detach()
 
 
 def make_pair(rows, vocabulary, features, dtype, *, apart=0.3, device="cpu", seed=0, **options):
@@ -30,10 +29,11 @@ def make_pair(rows, vocabulary, features, dtype, *, apart=0.3, device="cpu", see
     return hidden, weight, *others
 
 
-def compared(case, temperature, mix=None):
+def compared(case, temperature, softcap=0.0, mix=None):
     """Return (divergence, its gradients) as found and in float64, and the wide leaves."""
     wide = [leaf.detach().double().requires_grad_() for leaf in case[:2]]
-    got, want = kl_divergence(*case, temperature=temperature), divergence(*wide, *case[2:], temperature)
+    got = kl_divergence(*case, temperature=temperature, softcap=softcap)
+    want = divergence(*wide, *case[2:], temperature, softcap)
     mix = torch.ones_like(want) if mix is None else mix
     found = torch.autograd.grad((mix * got).sum(), case[:2])
     return (got, found), (want, torch.autograd.grad((mix * want).sum(), wide)), wide
@@ -47,19 +47,20 @@ def compared(case, temperature, mix=None):
     temperature=st.floats(0.1, 10.0),
     scale=st.sampled_from([0.0, 1.0, 30.0]),
     apart=st.sampled_from([0.0, 1e-3, 1.0]),
+    softcap=st.sampled_from([0.0, 2.0, 30.0]),
     seed=st.integers(0, 2**32 - 2),
 )
-def test_any_shape_in_float64(sizes, tile, temperature, scale, apart, seed):
+def test_any_shape_in_float64(sizes, tile, temperature, scale, apart, softcap, seed):
     case = make_pair(*sizes, torch.float64, apart=apart, scale=scale * temperature, seed=seed)
     mix = torch.arange(1.0, sizes[0] + 1, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         cut(patch, tile)
-        (got, found), (want, expected), wide = compared(case, temperature, mix)
-        collisions = sum_pi_squared(*case[:2], temperature=temperature)
+        (got, found), (want, expected), wide = compared(case, temperature, softcap, mix)
+        collisions = sum_pi_squared(*case[:2], temperature=temperature, softcap=softcap)
     size = 1 + (wide[0] @ wide[1].T).abs().max().item() / temperature if sizes[0] else 1.0
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12 * size)
     assert bool((got >= 0).all()) and not collisions.requires_grad
-    torch.testing.assert_close(collisions, squares(*case[:2], temperature), rtol=1e-10, atol=1e-13)
+    torch.testing.assert_close(collisions, squares(*case[:2], temperature, softcap), rtol=1e-10, atol=1e-13)
     for gradient, leaf, other in zip(found, expected, (wide[1], wide[0]), strict=True):
         allowed = 1e-12 * size * (leaf.norm() + mix.norm() * other.detach().norm() / temperature)
         assert gradient.shape == leaf.shape and (gradient - leaf).norm() <= allowed

@@ -23,22 +23,24 @@ def width(request, monkeypatch):
     kept=st.sampled_from([0, 1 << 20]),
     temperature=st.floats(0.05, 20.0),
     scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]),
+    softcap=st.sampled_from([0.0, 2.0, 30.0]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_shape_in_float64(sizes, tile, kept, temperature, scale, seed):
+def test_any_shape_in_float64(sizes, tile, kept, temperature, scale, softcap, seed):
     hidden, weight, targets = make_case(*sizes, torch.float64, scale=scale * temperature, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         cut(patch, tile)
         patch.setattr(tiled, "_KEPT_BYTES", kept)
         largest = (hidden @ weight.T).abs().max().item() / temperature if sizes[0] else 0.0
-        check_head(token_log_probs, hidden, weight, targets, temperature, 1e-14 * (100 + largest))
+        check_head(token_log_probs, hidden, weight, targets, temperature, 1e-14 * (100 + largest), softcap)
 
 
 @pytest.mark.usefixtures("width")
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
-def test_lower_precision(temperature, dtype, tolerance):
-    check_head(token_log_probs, *make_case(37, 29, 12, dtype), temperature, tolerance)
+def test_lower_precision(temperature, softcap, dtype, tolerance):
+    check_head(token_log_probs, *make_case(37, 29, 12, dtype), temperature, tolerance, softcap)
 
 
 @pytest.mark.usefixtures("width")
@@ -108,7 +110,8 @@ def test_logits_that_fit_are_made_once_and_change_no_bit(dtype, with_entropy, mo
         monkeypatch.setattr(tiled, "_KEPT_BYTES", budget)
         made.clear()
         hidden, weight, targets = make_case(37, 29, 12, dtype)
-        outputs = token_log_probs(hidden, weight, targets, temperature=0.7, with_entropy=with_entropy)
+        options = {"temperature": 0.7, "softcap": 3.0, "with_entropy": with_entropy}
+        outputs = token_log_probs(hidden, weight, targets, **options)
         outputs = [value for value in outputs if value is not None]
         total = sum((value * torch.arange(37)).sum() for value in outputs)
         twice = [torch.autograd.grad(total, (hidden, weight), retain_graph=again) for again in (True, False)]
@@ -148,6 +151,8 @@ def test_heads_on_a_cpu():
     for name in ("triton", "liger"):
         with pytest.raises(ConfigError, match=r"CUDA(?s:.)*impl_backend=auto"):
             make_head(name, CPU)
+    with pytest.raises(ConfigError, match="does not support the softcap"):
+        make_head("liger", CPU, softcap=30.0)
 
 
 def test_the_engine_takes_the_head_that_the_config_names(qwen2_folder):

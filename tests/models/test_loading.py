@@ -9,12 +9,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BertConfig, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from tandem.errors import EngineError, ModelError
-from tandem.models.loading import load_config, load_policy, load_scorer, load_tokenizer
+from tandem.models.decoders import decoder_name, decoder_of, layers_of
+from tandem.models.loading import load_config, load_policy, load_scorer, load_tokenizer, require_trainable
 from tandem.models.packing import pack
 from tandem.models.score import ScoreModel
+from tandem.models.small_copy import small_copy
 from tandem.models.vocabulary import check_vocabulary, tokenizer_of_scorer
 from tandem.protocol import Ragged
 from tests.models.small import CPU, SHAPE, make_engine, save
@@ -65,7 +75,6 @@ TROUBLE = [
     (r"model\.layers\.1\.mlp\.up_proj\.weight", partial(without, "model.layers.1.mlp.up_proj.weight")),
     (r"model\.embed_tokens\.weight|lm_head\.weight", partial(without, "model.embed_tokens.weight")),
     (r"mlp\.\w+\.weight is \d+ × \d+", lambda folder: edit(folder, intermediate_size=64)),
-    ("logits_scaling", lambda folder: edit(folder, logits_scaling=8.0)),
 ]
 
 
@@ -76,6 +85,32 @@ def test_what_cannot_be_loaded_is_named(folder, telling, damage):
         with pytest.raises(ModelError, match=telling) as caught:
             load(folder)
         assert caught.value.field == "model.path"
+
+
+@pytest.mark.parametrize(
+    ("telling", "damage"),
+    [
+        ("no list of layers", lambda model: setattr(model.model, "layers", nn.Identity())),
+        ("not one linear layer", lambda model: setattr(model, "lm_head", nn.Identity())),
+    ],
+)
+def test_structures_that_cannot_be_trained(folder, telling, damage):
+    model = load_policy(folder)
+    damage(model)
+    with pytest.raises(ModelError, match=telling):
+        require_trainable(model)
+
+
+DECODERS = {"llama4_text": "model", "opt": "model.decoder", "gemma3": "model.language_model"}
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_and_layers_under_other_names(kind):
+    config = small_copy(CONFIG_MAPPING[kind]())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert decoder_name(model) == DECODERS[kind]
+    assert len(layers_of(decoder_of(model))) == config.get_text_config().num_hidden_layers
 
 
 def test_a_scorers_weights_arrive_unchanged_with_the_trained_head(scorer):

@@ -7,13 +7,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
+from docs.families import QUICK, tried
 from tandem.cli.main import main
 from tandem.errors import ModelError
-from tandem.models import attention, packing, rectangles
+from tandem.models import attention, masks, packed_check, packing, rectangles
+from tandem.models.families import families
 from tandem.models.loading import load_config
+from tandem.models.logits import LogitRule
 from tandem.models.packed_check import PackedCheck, check_packed, require_sound
 from tandem.models.small_copy import LONGEST, small_copy, window_limits
-from tests.models.small import SHAPE, make_engine, save
+from tests.models.small import OTHER_HEADS, SHAPE, make_engine, save
+from tests.support.marks import slow_but
 from tests.support.runs import lab
 
 __all__ = ["lab"]
@@ -77,8 +81,11 @@ def test_sequences_that_see_each_other(llama, monkeypatch, checked):
         make_engine(llama)
 
 
-def test_a_leak_of_layers_without_weights_to_speak_of(tmp_path, checked):
+def test_a_leak_of_layers_without_weights_to_speak_of(tmp_path, monkeypatch, checked):
     folder = folder_of(tmp_path, "lfm2", initializer_range=1e-4, **MIXED)
+    found, _ = check_packed(folder)
+    assert found.sound and found.in_rows
+    monkeypatch.setattr(packed_check, "may_pack", lambda model, config: True)
     found, _ = check_packed(folder)
     assert found.gradient > 1e-3 and not found.sound_within
     with pytest.raises(ModelError, match="packed sequences differently"):
@@ -94,8 +101,12 @@ def test_a_leak_of_layers_without_weights_to_speak_of(tmp_path, checked):
         ("mistral", {"sliding_window": 48}, 48),
     ],
 )
-def test_sequences_beyond_a_window_or_an_angle_limit(tmp_path, kind, changes, limit, checked):
+def test_sequences_beyond_a_window_or_an_angle_limit(tmp_path, kind, changes, limit, monkeypatch, checked):
+    """Let windows and angles not follow the sequences. Then they are right up to the limit."""
     folder = folder_of(tmp_path, kind, **changes)
+    assert check_packed(folder)[0].sound
+    monkeypatch.setattr(masks, "_limits", lambda function: (0, 0))
+    monkeypatch.setattr(packed_check, "fit_angles", lambda model: None)
     found, _ = check_packed(folder)
     assert found.sound_within and not found.sound and found.limit == limit
     require_sound(found, folder, limit)
@@ -115,34 +126,37 @@ def test_dropouts_of_any_name_are_off(tmp_path, kind):
     make_engine(folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "problem"),
-    [
-        *(
-            ("gpt2", {}, "no list of layers"),
-            ("gemma2", {"head_dim": 8}, "plain"),
-            ("phi", {}, "plain matrix"),
-        ),
-        *(
-            ("cohere", {"logit_scale": 0.3}, "plain matrix"),
-            ("granite", {"logits_scaling": 2.0}, "plain matrix"),
-        ),
-        *(("mamba", {}, "packed"), ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}, "random")),
-    ],
-)
-def test_what_training_has_not_is_named(tmp_path, kind, changes, problem, checked):
-    folder = folder_of(tmp_path, kind, **changes)
-    with pytest.raises(ModelError, match=problem):
-        check_packed(folder)
-    assert checked(folder)[0] == 1
+def test_what_cannot_be_trained_is_named(tmp_path, checked):
+    for kind, changes, problem in (("cohere", {"logit_scale": 0.0}, "positive"), ("bert", {}, "not causal")):
+        folder = folder_of(tmp_path / kind, kind, **changes)
+        with pytest.raises(ModelError, match=problem):
+            check_packed(folder)
+        assert checked(folder)[0] == 1
+
+
+@pytest.mark.parametrize("kind", slow_but(["gpt_oss", "phi3 (longrope)"], QUICK))
+def test_families_equal_transformers(kind):
+    """Compare training and the native engine with transformers, beyond windows of 8 and 40 tokens."""
+    found, known = tried(kind), {family.name: family for family in families()}[kind]
+    assert found.layout == "packed" and found.error < 1e-6
+    assert (found.native, found.lora) == (known.native, known.lora) and found.reason == known.reason
+
+
+@pytest.mark.parametrize("kind", slow_but(["cohere", "gpt2"], OTHER_HEADS))
+def test_a_rule_of_logits_is_found_or_the_model_is_refused(tmp_path, kind, monkeypatch):
+    folder = folder_of(tmp_path, kind, **OTHER_HEADS[kind])
+    assert check_packed(folder)[0].sound_within
+    monkeypatch.setattr(LogitRule, "of", lambda config: LogitRule(1.1, 9.0))
+    found, _ = check_packed(folder)
+    assert found.gradient == 0 and found.alone > 1e-3 and not found.sound_within
 
 
 def test_train_refuses_what_check_refuses_whatever_the_rollout(lab, tmp_path, capsys):
-    folder, at = folder_of(tmp_path / "model", "lfm2", **MIXED), "actor_rollout_ref.model"
+    folder, at = folder_of(tmp_path / "model", "bert"), "actor_rollout_ref.model"
     words = lab.overrides(tmp_path / "run", actor_rollout_ref__rollout__name="hf")
     paths = (f"{at}.path={folder}", f"{at}.tokenizer_path={lab.model}")
     assert main(["train", *words, *paths]) == 1
-    assert "packed sequences differently" in capsys.readouterr().err
+    assert "not causal" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -171,8 +185,8 @@ def test_what_cannot_be_seen_is_no_proof(llama, monkeypatch):
 
 def test_positions_that_count_through(llama, monkeypatch):
     class Wrong(packing.Packing):
-        def __init__(self, lengths, device, split=None):
-            super().__init__(lengths, device, split)
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
             self.position_ids = 7 * self.position_ids
 
     monkeypatch.setattr(packing, "Packing", Wrong)

@@ -8,11 +8,13 @@ from tandem.engines.train.base import REFERENCE
 from tandem.engines.train.microbatch import assemble
 from tandem.errors import ConfigError, EngineError
 from tandem.models.loading import load_policy
+from tandem.models.logits import with_bias
+from tandem.models.packed_check import double_precision
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
 from tandem.models.value import ValueModel
 from tandem.protocol import DataProto, Ragged
-from tests.models.small import CPU, assert_same_gradients, log_softmax, plain_model
+from tests.models.small import CONFIGS, CPU, OTHER_HEADS, assert_same_gradients, log_softmax, plain_model
 
 BOTH, VALUES = frozenset({"log_probs", "entropy"}), frozenset({"values"})
 LENGTHS = [5, 1, 30, 12, 12, 2, 9]
@@ -33,6 +35,23 @@ def policy_of(folder):
 @pytest.mark.parametrize("pad_to_longest", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_packed_equals_each_sequence_alone(model_folder, pad_to_longest, checkpointing):
+    check_outputs(model_folder, pad_to_longest, checkpointing)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("model_folder", OTHER_HEADS, indirect=True)
+def test_heads_with_a_scale_a_softcap_or_a_bias(model_folder):
+    check_outputs(model_folder)
+
+
+@pytest.fixture
+def double():
+    with double_precision():
+        yield
+
+
+def check_outputs(model_folder, pad_to_longest=False, checkpointing=False):
+    """Compare log-probs, entropies and all gradients with transformers on each sequence alone."""
     tokens, mask, mix = batch()
     policy, plain = policy_of(model_folder), plain_model(model_folder)
     if checkpointing:
@@ -85,13 +104,16 @@ def moved(model):
 
 
 @pytest.mark.equation("kl/full")
+@pytest.mark.parametrize("model_folder", [*CONFIGS, *OTHER_HEADS], indirect=True)
+@pytest.mark.usefixtures("double")
 def test_kl_to_the_reference_and_collisions(model_folder):
     tokens, mask, mix = batch()
     policy, reference = policy_of(model_folder), moved(policy_of(model_folder))
     with torch.no_grad():
         hidden = reference(assembled(tokens, mask), frozenset({"hidden"}))["hidden"]
     assert hidden.shape == (sum(LENGTHS), 32) and not hidden[~mask].any()
-    policy.reference_head = reference.model.get_output_embeddings().weight.detach()
+    head = reference.output_layer
+    policy.reference_head = with_bias(head.weight, head.bias).detach()
     inputs = assembled(tokens, mask, **{REFERENCE: tokens.with_values(hidden)})
     out = policy(inputs, frozenset({"log_probs", "ref_kl", "sum_pi_squared"}))
 
@@ -129,9 +151,17 @@ def test_value_of_a_token_is_read_before_it(model_folder):
     assert torch.allclose(got, expected * mask, atol=1e-12, rtol=0)
 
 
-def test_no_language_model_head_is_kept(qwen2_folder):
+@pytest.mark.parametrize("model_folder", ["qwen3", *OTHER_HEADS], indirect=True)
+def test_a_value_model_keeps_all_weights_but_the_head_under_their_names(model_folder):
+    model = ValueModel(load_policy(model_folder))
+    found = {model.hf_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    whole = dict(plain_model(model_folder).named_parameters())
+    left = {name for name in whole if not name.startswith(("lm_head", "embed_out"))}
+    assert set(found) == left | model.starts_at_zero
+    assert all(found[name] == whole[name].shape for name in left)
+
+
+def test_a_value_model_has_no_log_probs(qwen2_folder):
     model = ValueModel(load_policy(qwen2_folder))
-    names = [model.hf_name(name) for name, _ in model.named_parameters()]
-    assert "lm_head.weight" not in names and "model.layers.0.mlp.up_proj.weight" in names
     with pytest.raises(EngineError, match="log_probs"):
         model(pack(Ragged.from_list([[1, 2]]), None, device=CPU), frozenset({"log_probs"}))

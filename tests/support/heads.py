@@ -6,9 +6,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tandem.models.heads import tiled
 
 
-def reference(hidden, weight, targets, temperature):
-    """Return (log-probs, entropies) of (M, D), (V, D) and (M), computed in the plain way."""
-    log_p = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
+def log_softmax(hidden, weight, temperature, softcap=0.0):
+    """Return (M, V) log-probs of (M, D) and (V, D), computed in the plain way in float64."""
+    logits = hidden.double() @ weight.double().T / temperature
+    return torch.log_softmax(softcap * torch.tanh(logits / softcap) if softcap else logits, -1)
+
+
+def reference(hidden, weight, targets, temperature, softcap=0.0):
+    """Return (log-probs, entropies) of (M, D), (V, D) and (M)."""
+    log_p = log_softmax(hidden, weight, temperature, softcap)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
@@ -23,11 +29,12 @@ def make_case(rows, vocabulary, width, dtype, *, scale=1.0, seed=0, device="cpu"
     return *leaves, targets.to(device)
 
 
-def check_head(head, hidden, weight, targets, temperature, tolerance):
+def check_head(head, hidden, weight, targets, temperature, tolerance, softcap=0.0):
     """Check values and gradients of a random mix within `tolerance` of their sizes or their factors'."""
     wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
-    expected = reference(*wide, targets, temperature)
-    got = head(hidden, weight, targets, temperature=temperature, with_entropy=True)
+    expected = reference(*wide, targets, temperature, softcap)
+    options = {"temperature": temperature, "with_entropy": True, "softcap": softcap}
+    got = head(hidden, weight, targets, **options)
     out_type = torch.promote_types(hidden.dtype, torch.float32)
     for value, want in zip(got, expected, strict=True):
         assert value.dtype == out_type and value.shape == want.shape

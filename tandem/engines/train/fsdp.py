@@ -136,9 +136,8 @@ class FSDPEngine:
         if fsdp.use_torch_compile:
             compile_model(self.module)
         trains = self._optim is not None
-        managed = (
-            manage_activations(list(self.module.layers), settings.model, self.device) if trains else Managed()
-        )
+        layers = self.module.layers
+        managed = manage_activations(layers, settings.model, self.device) if trains else Managed()
         self.activation_offload = managed.offload
         sharded = shard(
             self.module,

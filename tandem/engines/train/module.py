@@ -118,10 +118,9 @@ def unsharded_module(
         layers = choose_kernels(backbone, model.use_liger, device, settings.fsdp)
         if model.lora_rank:
             add_adapters(backbone, model, kind, settings.master)
-        module: PackedModel
         if kind == "policy":
             head = make_head(model.head, device, softcap=LogitRule.of(config).softcap)
-            module = PolicyModel(backbone, temperature=temperature, head=head)
+            module: PackedModel = PolicyModel(backbone, temperature=temperature, head=head)
         else:
             module = (ValueModel if kind == "value" else ScoreModel)(backbone)
         module.in_rows = not packs

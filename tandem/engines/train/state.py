@@ -70,10 +70,8 @@ class TrainState:
 
     def reset_optimizer(self) -> None:
         """Build the optimizers with their initial state. A frozen module has no optimizers."""
-        optim, meter = self._optim, self._meter
-        self.optimizers = (
-            [] if optim is None else build_optimizers(self.module, self.module.layers, optim, meter)
-        )
+        layers, optim, meter = self.module.layers, self._optim, self._meter
+        self.optimizers = [] if optim is None else build_optimizers(self.module, layers, optim, meter)
         self._optimizer_host.holds = False
         self._slots = {p: slots for each in self.optimizers for p, slots in each.state.items()}
 

@@ -83,6 +83,14 @@ def make_head(name: str, device: torch.device, *, softcap: float = 0.0) -> Head:
             support the softcap.
     """
     name = head_name(name, device)
+    if name == "liger" and softcap:
+        raise ConfigError(
+            "Liger's head does not support the softcap of this model's logits",
+            field=_FIELD,
+            got=f"{name}, softcap {softcap}",
+            expected="auto, torch or triton",
+            remedy=f"set {_FIELD}=auto",
+        )
     needed = [*HEADS[name].packages]
     if needed and device.type != "cuda":
         raise ConfigError(
@@ -98,14 +106,6 @@ def make_head(name: str, device: torch.device, *, softcap: float = 0.0) -> Head:
     if missing:
         problem = f"not installed: {', '.join(missing)}"
         raise ConfigError(problem, field=_FIELD, got=name, remedy=HEADS[name].install)
-    if name == "liger" and softcap:
-        raise ConfigError(
-            "Liger's head does not support the softcap of this model's logits",
-            field=_FIELD,
-            got=f"{name}, softcap {softcap}",
-            expected="auto, torch or triton",
-            remedy=f"set {_FIELD}=auto",
-        )
     module = "tiled" if name == "torch" else name  # other heads need optional packages
     head: Head = import_module(f"{__name__}.{module}").token_log_probs
     return head

@@ -122,8 +122,8 @@ def test_a_rollout_runs_the_layers_as_they_are(folder):
     assert graphs() == before
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_the_heads_tiles(with_entropy):
+@pytest.mark.parametrize(("with_entropy", "softcap"), [(False, 20.0), (True, 0.0)])
+def test_the_heads_tiles(with_entropy, softcap):
     """Several tiles, with logits up to 80, give the same as the plain head."""
     draw = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(n, 16, generator=draw, dtype=torch.float64) for n in (40, 700))
@@ -131,7 +131,8 @@ def test_the_heads_tiles(with_entropy):
     found = []
     for head in (tiled.token_log_probs, compiled_head.token_log_probs):
         x, w = (4 * hidden).requires_grad_(), weight.clone().requires_grad_()
-        log_probs, entropy = head(x, w, targets, temperature=0.7, with_entropy=with_entropy)
+        options = {"temperature": 0.7, "softcap": softcap, "with_entropy": with_entropy}
+        log_probs, entropy = head(x, w, targets, **options)
         total = log_probs.sin().sum() + (entropy.cos().sum() if entropy is not None else 0)
         total.backward()
         extra = {} if entropy is None else {"entropy": entropy}
