@@ -33,7 +33,7 @@ from tandem.models.heads.triton import _SPAN, Blocks
 
 CAPABILITY, SHARED = 90, 227 * 1024
 TARGET = GPUTarget("cuda", CAPABILITY, 32)
-FLOATS = ("eps", "scale", "temperature")
+FLOATS = ("eps", "scale", "softcap", "temperature")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -104,9 +104,10 @@ def check_known(kernel, kinds, *options, **more):
     check(kernel, mine, *options, **more)
 
 
-for width, dtype, entropy in (
-    (896, torch.bfloat16, True), (3584, torch.bfloat16, False),
-    (900, torch.float16, True), (896, torch.float32, True),
+for width, dtype, entropy, capped in (
+    (896, torch.bfloat16, True, False), (3584, torch.bfloat16, False, False),
+    (2304, torch.bfloat16, True, True), (2568, torch.bfloat16, True, False),
+    (900, torch.float16, True, False), (896, torch.float32, True, True),
 ):
     blocks = Blocks.for_capability(dtype, CAPABILITY // 10)
     kinds = {"fp32": "peaks totals moments target_logits log_totals constants slopes target_gradients"}
@@ -114,11 +115,12 @@ for width, dtype, entropy in (
     kinds[KINDS[dtype]] = kinds.get(KINDS[dtype], "") + " hidden weight gradient"
     sizes = {name: size for name, size in blocks.constants.items() if name.isupper()} | dict(WIDTH=width)
     for kernel, constants in (
-        (head_kernels.sums_kernel, dict(MOMENT=entropy, SPAN=_SPAN)),
-        (head_kernels.gradient_kernel, dict(SLOPE=entropy)),
+        (head_kernels.sums_kernel, dict(MOMENT=entropy, CAPPED=capped, SPAN=_SPAN)),
+        (head_kernels.gradient_kernel, dict(SLOPE=entropy, CAPPED=capped)),
     ):
         # What is spilled is so once a block, after its product.
-        check_known(kernel, kinds, constants | sizes, blocks.warps, blocks.stages, spills=160)
+        spills = 320 if capped else 160
+        check_known(kernel, kinds, constants | sizes, blocks.warps, blocks.stages, spills=spills)
 for features, kind in ((1536, "bf16"), (128, "bf16"), (8192, "bf16"), (896, "fp32")):
     sizes = _sizes(features)
     kinds = {"fp32": "factors weight_gradients"}
