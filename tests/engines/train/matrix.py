@@ -18,7 +18,7 @@ MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
 FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2")
-"""Models with windows, chunks, sinks, soft caps, experts or other projections. They train in double precision."""
+"""Models with windows, chunks, sinks, soft caps or experts. They train in double precision."""
 EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
 OFFLOADED = {"enable_activation_offload": True}
 
