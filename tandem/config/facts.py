@@ -85,9 +85,20 @@ def models(config: TrainConfig | SupervisedConfig) -> Iterator[Model]:
 
 def size_of(path: str, name: str) -> int | None:
     """Return a size from the model's config.json; None if the file is unreadable."""
-    stored = stored_config(path)
-    count = stored.get("text_config", stored).get(name)
+    count = _text_config(path).get(name)
     return count if isinstance(count, int) else None
+
+
+def type_of(path: str) -> str | None:
+    """Return the model_type of the language model in a folder; None if config.json does not say it."""
+    kind = _text_config(path).get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
+def _text_config(path: str) -> dict[str, Any]:
+    stored = stored_config(path)
+    text = stored.get("text_config", stored)
+    return text if isinstance(text, dict) else {}
 
 
 def uneven(path: str, parts: int, *, leave_out: Collection[str] = ()) -> str:

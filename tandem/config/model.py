@@ -27,8 +27,33 @@ from tandem.errors import ConfigError
 PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose decoder is an embedding, layers and a norm, with equal submodules in all layers.
 
-Such models can be split over devices, and the native engine runs their layers with fused operations. Other
-models are trained with the module of transformers.
+The native engine runs the layers of such models with fused operations. Other models are run with the module
+of transformers.
+"""
+
+SPLIT_LAYERS = (
+    *("apertus", "arcee", "aria_text", "axk2", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2"),
+    *("deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe"),
+    *("flex_olmo", "gemma", "gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", "gpt_oss", "granite", "granite_swa"),
+    *("granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hy_v3", "hy_v4", "hyperclovax"),
+    *("jais2", "laguna", "llama", "llama4_text", "mellum", "mimo_v2_flash", "minicpm3", "minimax"),
+    *("minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat"),
+    *("olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phi3", "phi4_multimodal", "qwen2"),
+    *("qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss"),
+    *("smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"),
+)
+"""The model types whose layers can be split over devices for training (tensor parallelism)."""
+
+_ONE_STAGE = (
+    *("axk2", "deepseek_v32", "gemma4_text", "glm_moe_dsa", "gpt_neox", "granite", "granite_swa"),
+    *("granitemoe", "granitemoe_swa", "granitemoeshared", "hy_v4", "hyperclovax", "minimax", "nanochat"),
+    *("olmo_hybrid", "phi", "phi4_multimodal", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+STAGED = tuple(kind for kind in SPLIT_LAYERS if kind not in _ONE_STAGE)
+"""The model types that can be divided into pipeline stages.
+
+In their decoder, only packed attention layers come between the embedding and the norm.
 """
 
 SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")

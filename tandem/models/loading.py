@@ -215,6 +215,8 @@ def _build(
         absent: the names of weights that may be missing in the folder.
     """
     require_task(path, config, scorer=scorer, trust_remote_code=options["trust_remote_code"])
+    if options["dtype"] == torch.float64:
+        config._experts_implementation = "eager"  # others do not support float64 on a CPU
     kind = auto_class(config, scorer=scorer)
     model = _load(kind, path, config, absent, options) if weights else _skeleton(kind, path, config, options)
     require_trainable(model, scorer=scorer)

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
 
@@ -121,24 +120,24 @@ def _check_divides(field: str, size: int, ranks: int) -> None:
         )
 
 
-def require_plain(kind: str, field: str, size: int, problem: str) -> None:
-    """Check that an architecture consists only of an embedding, layers and a norm.
+def require_kind(kind: str, known: Sequence[str], field: str, size: int) -> None:
+    """Check that a model's architecture can be divided.
 
     Args:
         kind: the model_type of a config.
+        known: the model types that can be divided.
         field: the config key with the number of ranks that divide the model.
         size: the value of that key.
-        problem: the message of the error.
 
     Raises:
-        ModelError: If the architecture is not known to have this structure.
+        ModelError: If the architecture is not known.
     """
-    if kind not in PLAIN_DECODERS:
+    if kind not in known:
         raise ModelError(
-            problem,
+            "a model of this architecture cannot be divided in this way",
             field=field,
             got=f"{size}, model_type {kind}",
-            expected=f"1, or a model of type {', '.join(PLAIN_DECODERS)}",
+            expected=f"1, or a model of type {', '.join(known)}",
             remedy=f"set {field.rpartition('.')[2]} to 1; FSDP shards any model",
         )
 

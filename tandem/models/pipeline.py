@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tandem.config.model import STAGED
 from tandem.errors import ConfigError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs
-from tandem.models.parallel import collective_timeout, require_plain
+from tandem.models.parallel import collective_timeout, require_kind
 from tandem.models.policy import PackedModel, hidden_states
 
 FIELD = "fsdp_config.pipeline_parallel_size"
@@ -36,11 +37,11 @@ def check_pipeline(config: Any, stages: int) -> None:
         stages: the number of stages.
 
     Raises:
-        ModelError: If the architecture is not known to consist of an embedding, layers and a norm.
+        ModelError: If the architecture cannot be divided.
         ConfigError: If there are more stages than layers.
     """
     text = config.get_text_config()
-    require_plain(text.model_type, FIELD, stages, "pipeline parallelism does not support this architecture")
+    require_kind(text.model_type, STAGED, FIELD, stages)
     if stages > text.num_hidden_layers:
         raise ConfigError(
             "there are more stages than the model has layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -61,6 +62,15 @@ class TensorGroup:
         1909.08053).
         """
         return exchanged(x, self._total, lambda gradient: gradient)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return the last dimensions of all ranks' x, one after the other.
+
+        What follows is the same on all ranks. So in the backward pass, each rank gets its own part of the
+        gradient.
+        """
+        before = self.rank * x.shape[-1]
+        return self.summed(F.pad(x, (before, (self.size - 1) * x.shape[-1] - before)))
 
     def _total(self, x: Tensor) -> Tensor:
         return self._meter.total(x, self._group)

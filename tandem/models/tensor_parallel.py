@@ -1,36 +1,39 @@
-"""Tensor parallelism for training: the plan that splits a model's layers over the ranks of a group.
+"""Tensor parallelism for training, which splits a model's layers over the ranks of a group.
 
-The plan follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some of the
+The split follows Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Each rank has some of the
 heads and some of the MLP columns. Query, key, value, gate and up projections are split by outputs. Output and
-down projections are split by inputs, and their results are summed over the ranks. Embedding and output head
-are split by vocabulary entries. All other weights are whole on every rank. Activations are plain tensors.
-Parameters are DTensors, so that FSDP can shard them further, and so that checkpoints know which shard each
-rank has.
+down projections are split by inputs, and their results are summed over the ranks. The plan of transformers
+names these layers for each architecture. Embedding and output head are split by vocabulary entries. All other
+weights, also those of experts, are whole on every rank. Activations are plain tensors. Parameters are
+DTensors, so that FSDP can shard them further, and so that checkpoints know which shard each rank has.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import copy
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tandem.config.model import PLAIN_DECODERS, SHARED_OUT
-from tandem.errors import ConfigError, ModelError
+from tandem.config.model import SHARED_OUT, SPLIT_LAYERS
+from tandem.errors import ConfigError
 from tandem.models.linear import linear
 from tandem.models.lora import ADAPTER, adapted_layers
-from tandem.models.parallel import require_plain
+from tandem.models.parallel import require_kind
 from tandem.models.policy import PackedModel, PolicyModel
 from tandem.models.tensor_group import TensorGroup, local
 
 FIELD = "fsdp_config.tensor_parallel_size"
-_BY_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-_BY_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
-
-Plan = dict[str, Callable[[Any], None]]
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+# The dimension of a weight, outputs or inputs, that each style of transformers' plans splits.
+_SPLIT = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
+_STANDARD = {  # for architectures for which transformers has no plan
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "layers.*.self_attn.o_proj": "rowwise",
+}
 
 
 def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: int = 1) -> None:
@@ -44,16 +47,16 @@ def check_tensor_parallel(config: Any, size: int, *, sequence: int = 1, shards: 
         shards: number of ranks over which FSDP shards each rank's part of the weights.
 
     Raises:
-        ModelError: If the architecture has no plan.
+        ModelError: If the architecture cannot be split.
         ConfigError: If heads, MLP columns or the vocabulary cannot be divided.
     """
     if size == 1:
         return
     text = config.get_text_config()
-    require_plain(text.model_type, FIELD, size, "tensor parallelism does not support this architecture")
+    require_kind(text.model_type, SPLIT_LAYERS, FIELD, size)
     for name in SHARED_OUT:
-        count = getattr(text, name)
-        if count % size:
+        count = getattr(text, name, None)
+        if count is not None and count % size:
             raise ConfigError(
                 "tensor parallelism cannot split this model evenly",
                 field=FIELD,
@@ -87,65 +90,62 @@ def parallelize(model: PackedModel, group: TensorGroup) -> None:
     Call this before FSDP shards the model.
 
     Raises:
-        ModelError: If a layer has weights that the plan does not contain.
+        ConfigError: If a layer cannot be divided evenly.
     """
-    decoder, split = model.decoder, Split(group)
-    tied = model.output_layer.weight is decoder.embed_tokens.weight
-    for layer in model.layers:
-        _follow(layer, _with_adapters(layer, split))
-    _follow(decoder, {"embed_tokens": split.vocabulary, "norm": split.whole})
+    split, head, embedding = Split(group), model.output_layer, model.model.get_input_embeddings()
+    tied = head.weight is embedding.weight
+    styles, parents = _styles(model.decoder)
+    for name, module in list(model.decoder.named_modules()):
+        inside = any(f"{name}.".startswith(f"{parent}.") for parent in parents)
+        style = styles.get(name, "different inputs" if inside else "whole")
+        _check_divides(name, module, style, group.size)
+        _CHANGES["vocabulary" if module is embedding else style](split, module)
+    for name in parents:
+        split.copied_input(model.decoder.get_submodule(name))
     if isinstance(model, PolicyModel):
-        split.place(model.output_layer, weight=Shard(0), bias=Shard(0))
+        split.place(head, weight=Shard(0), bias=Shard(0))
         model.tensor_group = group
-    else:
-        split.place(model.output_layer)
-    if tied:
-        model.output_layer.weight = decoder.embed_tokens.weight
-    unknown = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if unknown:
-        raise ModelError(
-            "tensor parallelism does not know what to do with these weights",
+        if tied:
+            head.weight = embedding.weight
+    for module in model.modules():  # the head of a value or score model, and parts that no text reaches
+        if not any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            split.place(module)
+
+
+def _check_divides(name: str, module: Any, style: str, size: int) -> None:
+    if style in _SPLIT and module.weight.shape[_SPLIT[style]] % size:
+        raise ConfigError(
+            "tensor parallelism cannot split this layer evenly",
             field=FIELD,
-            got=f"{len(unknown)} weights, such as {unknown[0]}",
-            expected=f"the layers of {', '.join(PLAIN_DECODERS)}",
-            remedy="set tensor_parallel_size to 1; FSDP shards any model",
+            got=f"{size}, {name} with a weight of shape {tuple(module.weight.shape)}",
+            expected=f"a divisor of {module.weight.shape[_SPLIT[style]]}",
+            remedy="split each layer among fewer ranks",
         )
 
 
-def _with_adapters(layer: nn.Module, split: Split) -> Plan:
-    """Return the plan of a decoder layer whose linear layers may have adapters.
+def _styles(decoder: Any) -> tuple[dict[str, str], set[str]]:
+    """Return the style of each split module, and the parents of modules that are split by outputs.
 
-    If a linear layer is split by outputs, the rows of B are split too, and the gradient of A is summed over
-    the ranks. If it is split by inputs, the columns of A are split too, and the output of A, a few numbers
-    per token, is summed.
+    Experts are not split. If a layer with an adapter is split by outputs, the rows of B are split too. If it
+    is split by inputs, the columns of A are split too, and the output of A, a few numbers per token, is
+    summed. Otherwise, A and B are whole.
     """
-    plan: Plan = {
-        "input_layernorm": split.whole,
-        "self_attn": split.copied_input,
-        "self_attn.q_norm": split.whole_different_inputs,
-        "self_attn.k_norm": split.whole_different_inputs,
-        "post_attention_layernorm": split.whole,
-        "mlp": split.copied_input,
-    }
-    maps: Plan = dict.fromkeys(_BY_OUTPUTS, split.by_outputs) | dict.fromkeys(_BY_INPUTS, split.by_inputs)
-    adapted = adapted_layers(layer)
-    for name, cut in maps.items():
-        if name not in adapted:
-            plan[name] = cut
+    plan, adapted = decoder.config.base_model_tp_plan or _STANDARD, adapted_layers(decoder)
+    styles: dict[str, str] = {}
+    parents = set()
+    for name, _ in decoder.named_modules():
+        style = plan.get(_NUMBER.sub("*", name))
+        if style not in _SPLIT or ".experts" in name:
             continue
-        by_outputs = name in _BY_OUTPUTS
-        plan[f"{name}.base_layer"] = cut
-        plan[f"{name}.lora_A.{ADAPTER}"] = split.whole_different_inputs if by_outputs else cut
-        plan[f"{name}.lora_B.{ADAPTER}"] = cut if by_outputs else split.whole
-    return plan
-
-
-def _follow(module: nn.Module, plan: Plan) -> None:
-    """Apply a plan to the submodules that a module has. An architecture may lack some submodules."""
-    parts = dict(module.named_modules())
-    for name, change in plan.items():
-        if name in parts:
-            change(parts[name])
+        if style == "colwise":
+            parents.add(name.rpartition(".")[0])
+        if name not in adapted:
+            styles[name] = style
+            continue
+        styles[f"{name}.base_layer"] = style
+        a, b = (f"{name}.lora_{part}.{ADAPTER}" for part in "AB")
+        styles |= {"colwise": {b: style}, "rowwise": {a: style, b: "whole"}}.get(style, {})
+    return styles, parents
 
 
 class Split:
@@ -164,6 +164,12 @@ class Split:
 
         module.forward = forward
 
+    def by_outputs_joined(self, module: Any) -> None:
+        """Split a linear layer by outputs, and pass all outputs on, on every rank."""
+        self.by_outputs(module)
+        some: Callable[[Tensor], Tensor] = module.forward
+        module.forward = lambda x: self.group.joined(some(self.group.copied(x)))
+
     def by_inputs(self, module: Any) -> None:
         """Split a linear layer so that each rank has some inputs.
 
@@ -177,6 +183,12 @@ class Split:
 
         module.forward = forward
 
+    def by_inputs_divided(self, module: Any) -> None:
+        """Split a linear layer by inputs, and take this rank's inputs of all inputs."""
+        self.by_inputs(module)
+        some: Callable[[Tensor], Tensor] = module.forward
+        module.forward = lambda x: some(self.group.copied(x).chunk(self.group.size, -1)[self.group.rank])
+
     def whole(self, module: Any) -> None:
         """Keep a module whole on every rank, for modules with the same inputs on all ranks."""
         self._on_parameters(module, local)
@@ -184,9 +196,16 @@ class Split:
     def whole_different_inputs(self, module: Any) -> None:
         """Keep a module whole on every rank, for modules with different inputs on each rank.
 
-        The gradients of the module's weights are summed over the ranks.
+        The gradients of the module's weights are summed over the ranks. Weights with one entry or row per
+        head are split.
         """
-        self._on_parameters(module, lambda parameter: self.group.copied(local(parameter)))
+        cut = {name: Shard(0) for name, p in module._parameters.items() if _per_head(module, name)}
+
+        def seen(parameter: Any) -> Tensor:
+            split = parameter.placements[0].is_shard()
+            return local(parameter) if split else self.group.copied(local(parameter))
+
+        self._on_parameters(module, seen, **cut)
 
     def copied_input(self, module: Any) -> None:
         """Pass the whole input to the split submodules of a module.
@@ -208,18 +227,19 @@ class Split:
 
         Each rank looks up its entries, and the result is the sum over ranks.
         """
-        first = self.group.entries(module.num_embeddings).start
+        first, plain = self.group.entries(module.num_embeddings).start, module.forward.__func__
         self.place(module, weight=Shard(0))
 
         def forward(ids: Tensor) -> Tensor:
-            weight = local(module.weight)
-            padding = None if module.padding_idx is None else module.padding_idx - first
-            if padding is not None and not 0 <= padding < len(weight):
-                padding = None
+            mine = _stand_in(module, local)
+            count = len(mine.weight)
+            if mine.padding_idx is not None:
+                mine.padding_idx -= first
+                mine.padding_idx = mine.padding_idx if 0 <= mine.padding_idx < count else None
             places = ids - first
-            mine = (places >= 0) & (places < len(weight))
-            rows = F.embedding(places.where(mine, 0), weight, padding)
-            return self.group.summed(rows.masked_fill(~mine.unsqueeze(-1), 0))
+            held = (places >= 0) & (places < count)
+            rows = plain(mine, places.where(held, 0))
+            return self.group.summed(rows.masked_fill(~held.unsqueeze(-1), 0))
 
         module.forward = forward
 
@@ -234,15 +254,43 @@ class Split:
             learns = parameter.requires_grad
             module.register_parameter(name, nn.Parameter(placed, requires_grad=learns))
 
-    def _on_parameters(self, module: Any, seen: Callable[[Tensor], Tensor]) -> None:
+    def _on_parameters(self, module: Any, seen: Callable[[Tensor], Tensor], **cut: Placement) -> None:
         """Make the module's forward use `seen(parameter)` in place of each parameter."""
-        self.place(module)
+        if not module._parameters:
+            return
+        self.place(module, **cut)
         plain = module.forward.__func__
 
-        def forward(*args: Any) -> Any:
-            stand_in = copy(module)
-            held = module._parameters.items()
-            stand_in._parameters = {name: None if p is None else seen(p) for name, p in held}
-            return plain(stand_in, *args)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return plain(_stand_in(module, seen), *args, **kwargs)
 
         module.forward = forward
+
+
+def _per_head(module: nn.Module, name: str) -> bool:
+    """Return whether a weight has an entry or a row for each head: sinks, and norms with own weights."""
+    return name == "sinks" or ("norm" in type(module).__name__.lower() and getattr(module, name).ndim == 2)
+
+
+def _stand_in(module: Any, seen: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of a module with `seen(parameter)` in place of each of its direct parameters.
+
+    This includes convolutions, because their parent may use their weights without calling them.
+    """
+    stand_in = copy(module)
+    held = module._parameters.items()
+    stand_in._parameters = {name: None if p is None else seen(p) for name, p in held}
+    parts = module._modules.items()
+    stand_in._modules = {n: _stand_in(p, seen) if isinstance(p, nn.Conv1d) else p for n, p in parts}
+    return stand_in
+
+
+_CHANGES: dict[str, Callable[[Split, Any], None]] = {
+    "colwise": Split.by_outputs,
+    "colwise_gather_output": Split.by_outputs_joined,
+    "rowwise": Split.by_inputs,
+    "rowwise_split_input": Split.by_inputs_divided,
+    "vocabulary": Split.vocabulary,
+    "whole": Split.whole,
+    "different inputs": Split.whole_different_inputs,
+}

@@ -142,13 +142,15 @@ UNEVEN = """
 4 8 2 32 2 | R.name=native R.tensor_model_parallel_size=4 | got: 4 devices, num_key_value_heads 2 in
 4 6 3 32 2 | R.name=vllm R.tensor_model_parallel_size=4
     | got: 4 devices, num_attention_heads 6, num_key_value_heads 3 in
+8 12 2 6 4 gpt2 | T=2 | got: 2, model_type gpt2 in // granite, // set T=1
+8 12 2 6 4 granite | S=2 | got: 2, model_type granite in // gpt_oss, // set S=1
 """
-"""Devices; heads, heads of keys and values, width and layers of a model; words with the names of `RANKS`."""
+"""Devices; a model's heads, heads of keys and values, width, layers and type; words with names of `RANKS`."""
 RANKS = {
     "T=": "A.fsdp_config.tensor_parallel_size=", "U=": "A.ulysses_sequence_parallel_size=",
     "S=": "A.fsdp_config.pipeline_parallel_size=",
 }  # fmt: skip
-SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers")
+SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers", "model_type")
 
 
 @pytest.mark.parametrize(("given", "said"), [*rows(POOLS), *rows(MODELS), *rows(ENGINES)])
@@ -159,8 +161,8 @@ def test_a_layout_is_refused(refused, given, said):
 
 @pytest.mark.parametrize(("sizes", "given", "said"), rows(UNEVEN))
 def test_a_model_that_devices_cannot_share_is_refused(refused, model, sizes, given, said):
-    devices, *counts = map(int, sizes.split())
-    (Path(model) / "config.json").write_text(json.dumps(dict(zip(SIZES, counts, strict=True))))
+    devices, *stored = (int(word) if word.isdigit() else word for word in sizes.split())
+    (Path(model) / "config.json").write_text(json.dumps(dict(zip(SIZES, stored, strict=False))))
     for name, key in RANKS.items():
-        given = given.replace(name, key)
+        given, said = given.replace(name, key), said.replace(f"set {name}", f"set {key}")
     refused(f"trainer.n_gpus_per_node={devices} {given}", full(said))

@@ -1,12 +1,13 @@
 """Layers of a pipeline's stages, and settings that pipelines and tensor parallelism refuse."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import GemmaConfig, LlamaConfig, Qwen2Config
+from transformers import DiffLlamaConfig, LlamaConfig, Qwen2Config
 
 from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
@@ -15,7 +16,6 @@ from tandem.models.packing import pack
 from tandem.models.parallel import init_distributed
 from tandem.models.pipeline import HIDDEN, Pipeline, check_pipeline, own_layers
 from tandem.models.policy import PolicyModel
-from tandem.models.tensor_group import TensorGroup
 from tandem.models.tensor_parallel import check_tensor_parallel, parallelize
 from tandem.protocol import Ragged
 from tests.models.small import CPU
@@ -84,20 +84,23 @@ def test_sizes_that_cannot_be_split_are_named(size, options, changed, named):
 
 
 def test_what_can_be_split_passes():
-    check_tensor_parallel(GemmaConfig(**SIZES), 1)
+    check_tensor_parallel(DiffLlamaConfig(**SIZES), 1)
     check_tensor_parallel(Qwen2Config(**SIZES), 4, sequence=3, shards=8)
     check_tensor_parallel(LlamaConfig(**SIZES | {"vocab_size": 32}), 2, shards=5)
 
 
 @pytest.mark.parametrize("check", [check_pipeline, check_tensor_parallel])
-def test_an_architecture_without_a_plan_is_named(check):
-    with pytest.raises(ModelError, match="model_type gemma"):
-        check(GemmaConfig(**SIZES), 2)
+def test_an_architecture_that_cannot_be_divided_is_named(check):
+    with pytest.raises(ModelError, match="model_type diffllama"):
+        check(DiffLlamaConfig(**SIZES), 2)
 
 
-def test_weights_that_the_plan_does_not_know_are_named(qwen2_folder):
+def test_a_layer_that_does_not_divide_is_named(qwen2_folder):
     init_distributed(CPU)
     model = PolicyModel(load_policy(qwen2_folder))
-    model.decoder.layers[1].gate = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"2 weights, such as model\.model\.layers\.1\.gate\.weight"):
-        parallelize(model, TensorGroup(init_device_mesh("cpu", (1,)), CollectiveMeter()))
+    model.layers[1].mlp.up_proj = nn.Linear(32, 47)
+    group = SimpleNamespace(
+        size=2, rank=0, mesh=init_device_mesh("cpu", (1,)), entries=lambda count: slice(0)
+    )
+    with pytest.raises(ConfigError, match=r"2, layers\.1\.mlp\.up_proj with a weight of shape \(47, 32\)"):
+        parallelize(model, group)

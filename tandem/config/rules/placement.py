@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES, kind_of
-from tandem.config.facts import Model, models, size_of, uneven
+from tandem.config.facts import Model, models, size_of, type_of, uneven
+from tandem.config.model import SPLIT_LAYERS, STAGED
 from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.rules.rollout import splitting
@@ -127,6 +128,7 @@ def _model_split(model: Model, devices: int) -> Iterator[ConfigError]:
         engine.key(f"fsdp_config.{name}_size") for name in ("tensor_parallel", "pipeline_parallel", "fsdp")
     )
     by_token = engine.key("ulysses_sequence_parallel_size")
+    yield from _kinds(path, {by_layer: (tensor, SPLIT_LAYERS), by_stage: (stages, STAGED)})
     unstaged = list(_stages(by_stage, stages, path, devices))
     yield from unstaged
     devices = devices if unstaged else devices // stages
@@ -148,6 +150,20 @@ def _model_split(model: Model, devices: int) -> Iterator[ConfigError]:
             + (f" for each of {tensor}" if tensor > 1 else ""),
             expected=f"a divisor of {each}",
         )
+
+
+def _kinds(path: str, sizes: dict[str, tuple[int, tuple[str, ...]]]) -> Iterator[ConfigError]:
+    """Check that a model's architecture can be divided, by key: the size and the known model types."""
+    kind = type_of(path)
+    for field, (size, known) in sizes.items():
+        if size > 1 and kind is not None and kind not in known:
+            yield ConfigError(
+                "a model of this architecture cannot be divided in this way",
+                field=field,
+                got=f"{size}, model_type {kind} in {path}",
+                expected=f"1, or a model of type {', '.join(known)}",
+                remedy=f"set {field}=1; FSDP shards any model",
+            )
 
 
 def _unsplit(field: str, size: int, uneven: str, path: str, else_: str) -> ConfigError:

@@ -3,10 +3,13 @@
 How a model is trained and divided changes no number: `record` returns the same on one rank as on many.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tandem.engines.weight_sync import checksum
+from tandem.models.double_precision import double_precision
 from tests.engines.train import synthetic
 from tests.engines.train.models import ADAPTERS
 
@@ -14,6 +17,9 @@ STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
+FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2")
+"""Models with windows, chunks, sinks, soft caps or experts. They train in double precision."""
+EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -43,6 +49,9 @@ FEATURES = {
     "adapters on some layers": ({"model": {**ADAPTERS, "target_modules": ("q_proj", "o_proj")}}, {}),
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
+    **{name: ({"of": name}, {}) for name in FAMILIES},
+    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
+    "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),
 }
 COPIES = {"fsdp_size": 1, "gradient_sync": "each"}
@@ -63,7 +72,10 @@ DIVISIONS = {
     "stages and tokens": {"sequence_parallel": 2, "fsdp": {"pipeline_parallel_size": 2}},
     "four stages": {"fsdp": {"pipeline_parallel_size": 4}},
 }
-ON_TWO = {"shards": ("plain",), "tokens": ("plain",), "layers": ("plain",), "stages": ("plain",)}
+ON_TWO = {
+    "shards": ("plain",),
+    **{"tokens": ("plain", "gpt_oss"), "layers": ("plain", "gpt_oss"), "stages": ("plain",)},
+}
 STAGES = (
     *("five layers", "bf16", "values", "scores", "partly recomputed", "reduced often", "all rows at once"),
     *("one row at once", "by tokens", "a rank without rows", "muon"),
@@ -71,23 +83,27 @@ STAGES = (
 LONG_ON_TWO = {
     "shards": ("scores", "adapters", "adapters offloaded", "adapters of values"),
     "copies": ("plain", "adapters"),
-    "tokens": ("fp32", "values", "adapters"),
+    "tokens": ("fp32", "values", "adapters", "gemma2", "gemma3", "llama4", "windowed"),
     "tokens of copies": ("plain",),
     "layers": (
         *("untied", "bf16", "values", "scores", "recomputed", "offloaded", "adapters", "fp32", "biases"),
         *("adapters recomputed", "adapters on some layers", "adapters of values", "all rows at once"),
-        "padded",
+        *("padded", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2"),
+        *("gpt_oss adapters", "olmo3 adapters"),
     ),
-    "stages": (*STAGES, "untied", "fp32", "padded", "gathered"),
+    "stages": (*STAGES, "untied", "fp32", "padded", "gathered", "gpt_oss", "gemma3", "llama4"),
 }
 ON_FOUR = {
     "shards": ("plain",),
     "tokens": ("plain", "fp32", "values"),
     "tokens of pairs": ("plain",),
     "tokens by four": ("plain",),
-    "layers": ("plain", "untied", "biases", "fp32", "values", "scores", "recomputed", "offloaded", "bf16"),
+    "layers": (
+        *("plain", "untied", "biases", "fp32", "values", "scores", "recomputed", "offloaded", "bf16"),
+        *("gpt_oss", "gemma3", "olmo3"),
+    ),
     "layers of copies": ("untied",),
-    "layers and tokens": ("plain",),
+    "layers and tokens": ("plain", "gpt_oss"),
     "layers by four": ("four heads",),
     "stages": ("plain", *STAGES, "untied"),
     "stages of copies": ("plain",),
@@ -160,7 +176,8 @@ def record(models, what, how=None, division=None):
     engine = engine_of(models, what, how, division)
     rows = my_rows(engine, batch_for(what), empty=how.get("empty", False))
     started, drawn = synthetic.weights(engine), adapters(engine)
-    metrics, forward = train(engine, rows, what.get("kind", "policy"), how.get("cut", "three"))
+    with double_precision() if what.get("of") in FAMILIES else nullcontext():
+        metrics, forward = train(engine, rows, what.get("kind", "policy"), how.get("cut", "three"))
     dtypes = (engine.compute_dtype, torch.bfloat16)
     return {
         **{"share": engine.share, "started": started, "drawn": drawn, "metrics": metrics, "forward": forward},

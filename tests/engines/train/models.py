@@ -2,7 +2,21 @@
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
 
 from tests.engines.train import synthetic
 
@@ -16,6 +30,24 @@ CONFIGS = {
     "llama": lambda: LlamaConfig(**UNTIED | BIASED),
     "mistral": lambda: MistralConfig(**{**UNTIED, "num_key_value_heads": 4, "sliding_window": None}),
     "deep": lambda: Qwen2Config(**{**SHAPE, "num_hidden_layers": 5}),
+    "gpt_oss": lambda: GptOssConfig(**UNTIED | EXPERTS | WINDOW | NO_IDS, head_dim=8, layer_types=KINDS),
+    "gemma2": lambda: Gemma2Config(**SHAPE | CAPS | WINDOW | NO_IDS, head_dim=8, layer_types=KINDS),
+    "gemma3": lambda: Gemma3TextConfig(**SHAPE | WINDOW | NO_IDS, head_dim=8, layer_types=KINDS),
+    "olmo3": lambda: Olmo3Config(**UNTIED | WINDOW | NO_IDS, layer_types=KINDS),
+    "phi3": lambda: Phi3Config(**UNTIED | WINDOW | NO_IDS),
+    "llama4": lambda: Llama4TextConfig(**UNTIED | CHUNKS | NO_IDS),
+    "windowed": lambda: MistralConfig(**UNTIED | WINDOW),
+    "glm4": lambda: Glm4Config(**UNTIED | NO_IDS, head_dim=8),
+    "starcoder2": lambda: Starcoder2Config(**SHAPE | WINDOW | NO_IDS),
+}
+WINDOW, KINDS = {"sliding_window": 8}, ["sliding_attention", "full_attention"]
+NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+CHUNKS = {
+    **EXPERTS,
+    **{"attention_chunk_size": 8, "layer_types": ["chunked_attention", "full_attention"], "head_dim": 8},
+    **{"intermediate_size_mlp": 48, "moe_layers": [0], "no_rope_layers": [1, 0]},
 }
 ADAPTERS = {"lora_rank": 3, "lora_alpha": 6}
 

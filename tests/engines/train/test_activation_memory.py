@@ -17,6 +17,7 @@ from tests.engines.train.synthetic import (
     train,
     weights,
 )
+from tests.support.marks import slow_but
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-6}
 TWO_RANKS = {"fp64": 1e-9, "fp32": 1e-5}  # sums over ranks are added in another order
@@ -57,6 +58,15 @@ def test_gradients_on_one_rank(folder, plain, kept, offload, precision):
         found, also = synthetic.gradients(engine, batch_of(precision), LOSS, MICRO)
         assert synthetic.relative_difference(found, wanted) <= TOLERANCE[precision]
         assert {name: also[name] for name in metrics} == pytest.approx(metrics, rel=TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("family", slow_but(("gpt_oss",), ("gpt_oss", "gemma2", "gemma3")))
+def test_gradients_with_windows_sinks_and_caps(models, family):
+    """Layers that run again attend to the same tokens."""
+    wanted, _, _ = gradients(models / family, "none", "none", "fp64")
+    for kept in KEPT:
+        found, _, _ = gradients(models / family, kept, "copied", "fp64")
+        assert synthetic.relative_difference(found, wanted) <= TOLERANCE["fp64"], kept
 
 
 @pytest.mark.slow
