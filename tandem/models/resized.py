@@ -49,13 +49,16 @@ def complete_weights(folder: str, *, trust_remote_code: bool = False) -> None:
 def resized(table_VD: Tensor, rows: int) -> Tensor:
     """Return a (rows, D) table with the first rows of a (V, D) table. New rows are the mean of the old rows.
 
+    A bias (V) is resized in the same way.
+
     The mean is computed in float64.
     """
     if rows <= len(table_VD):
         return table_VD[:rows].clone()
     parts = [part.double().sum(0) for part in torch.split(table_VD, _AT_A_TIME)]
     mean_D = torch.stack(parts).sum(0) / len(table_VD)
-    return torch.cat([table_VD, mean_D.to(table_VD.dtype).expand(rows - len(table_VD), -1)])
+    added = mean_D.to(table_VD.dtype).expand(rows - len(table_VD), *mean_D.shape)
+    return torch.cat([table_VD, added])
 
 
 def _resize(folder: Path, origin: Origin, rows: int, *, trust_remote_code: bool) -> None:
@@ -87,11 +90,15 @@ def _resize(folder: Path, origin: Origin, rows: int, *, trust_remote_code: bool)
 
 
 def _tables(source: str, *, trust_remote_code: bool) -> list[str]:
-    """Return the names of the embedding and the output head. A tied head has names of its own."""
+    """Return the names of the embedding and the output head. A tied head has names of its own.
+
+    The bias of a head is one of the names.
+    """
     scorer = not lacks_score_head(load_config(source, trust_remote_code=trust_remote_code))
     load = load_scorer if scorer else load_policy
     model = load(source, weights=False, trust_remote_code=trust_remote_code)
     ends: list[Any] = [model.get_input_embeddings()]
     ends += [] if scorer else [model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     named = list(model.named_parameters(remove_duplicate=False))
-    return [name for table in ends for name, parameter in named if parameter is table.weight]
+    sized = [parameter for table in ends for parameter in (table.weight, getattr(table, "bias", None))]
+    return [name for part in sized for name, parameter in named if parameter is part]
