@@ -108,6 +108,18 @@ def rows_attention(model: Any) -> str:
     return "sdpa" if model._supports_sdpa else "eager"
 
 
+def field_of(config: Any, name: str) -> Any:
+    """Return a field of a config; None if it does not exist. Some layers may have another value."""
+    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """Return the number of features of an attention head."""
+    text = config.get_text_config()
+    width: int = field_of(text, "head_dim") or field_of(text, "hidden_size") // text.num_attention_heads
+    return width
+
+
 def auto_class(config: PreTrainedConfig, *, scorer: bool) -> Any:
     """Return the auto class of transformers that loads a model for the task; see `require_task`."""
     return _task_of(config, scorer=scorer)[2]
