@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tandem.errors import ModelError
 from tandem.models.attention_kernels import TORCH, Kernel, choose_kernel, make_kernel, torch_varlen
-from tandem.models.masks import mask_of, register_attention
+from tandem.models.masks import Mask, mask_of, register_attention
 from tandem.models.packing import Packing
 from tandem.models.rectangles import Scores, rectangular
 from tandem.models.sequence_parallel import SequenceSplit
@@ -27,6 +27,11 @@ from tandem.models.tensor_group import local
 PACKED = "tandem_packed"
 
 _UNSUPPORTED = ("position_bias",)
+
+
+def is_packed(mask: Any) -> bool:
+    """Return whether an argument of a layer is the mask of packed sequences."""
+    return isinstance(mask, Mask) and isinstance(mask.tokens, Packing)
 
 
 def packed_attention(
