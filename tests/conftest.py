@@ -14,8 +14,9 @@ if not Path("/dev/nvidiactl").exists():  # Triton reads this at its first import
     os.environ["TRITON_INTERPRET"] = "1"
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # look up model names in the cache only
-# Keep the key that signs a user's own files out of the home folder of the person who runs the tests.
+# Keep out of the user's home folder: the key that signs own files, and the folders of changed models.
 os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"tandem-tests-state-{os.getuid()}"))
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir(), f"tandem-tests-cache-{os.getuid()}"))
 
 LONGEST = (
     "ray",

@@ -76,7 +76,7 @@ def decode(setting: Setting, size: str, batch: int, context: int, repeats: int =
     step = decode_step(batch, context, vocabulary, device)
     forward: Runner = runner
     if device.type == "cuda":
-        forward = GraphedRunner(runner, attention, batch, step.tables_SB.shape[1])
+        forward = GraphedRunner(runner, attention, batch, step.tables_GSB[0].shape[1])
     ones, zeros = np.ones(batch), np.zeros(batch)
     params = RowParams.of(ones, zeros.astype(np.int64), ones, zeros, vocabulary, device)
     uniforms_R = torch.rand(batch, dtype=torch.float64, device=device)
@@ -115,11 +115,11 @@ def decode_step(batch: int, context: int, vocabulary: int, device: torch.device)
     return StepInput(
         ids_T=torch.randint(vocabulary, (batch,), generator=generator).to(device),
         positions_T=torch.full((batch,), position, device=device),
-        slots_T=slots_T.to(device),
         starts_S1=torch.arange(batch + 1, dtype=torch.int32, device=device),
         lengths_S=torch.full((batch,), context, dtype=torch.int32, device=device),
-        tables_SB=tables_SB.int().to(device),
         logits_L=torch.arange(batch, device=device),
+        slots_GT=(slots_T.to(device),),
+        tables_GSB=(tables_SB.int().to(device),),
         max_query=1,
         max_length=context,
     )

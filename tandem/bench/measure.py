@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from tandem.bench.asked import MODEL_KEYS, Asked, as_benchmark, draw, load
 from tandem.bench.dummy import write_dummy
 from tandem.bench.parts import LENGTHS
-from tandem.config.model import stored_config
+from tandem.config.changed_models import stored_config
 from tandem.config.root import TrainConfig
 from tandem.memory.seconds import Lengths, Rates, Work, step_work
 from tandem.memory.shapes import model_shape

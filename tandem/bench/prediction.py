@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.asked import draw, load
-from tandem.config.model import stored_config
+from tandem.config.changed_models import stored_config
 from tandem.errors import ConfigError
 from tandem.lifetime import scratch_folder
 from tandem.memory.device_file import Device, read_devices

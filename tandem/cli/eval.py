@@ -10,6 +10,7 @@ from rich.table import Table
 from tandem.cli.resolved import resolved
 from tandem.cli.signals import import_module
 from tandem.cli.typed import worded
+from tandem.config.changed_models import given_name
 from tandem.config.load import load_eval_config
 from tandem.observability.terminal import plain_console, printable, say, warn
 
@@ -34,7 +35,7 @@ def evaluate(arguments: list[str]) -> int:
     config = resolved(arguments, load_eval_config, ("--overwrite",))
     if config is None:
         return 0
-    whose = "" if config.model.path is None else f"the responses of {config.model.path} to "
+    whose = "" if config.model.path is None else f"the responses of {given_name(config.model.path)} to "
     warn(f"scoring {whose}{', '.join(config.data.path)}; the report goes to {config.data.output_path}")
     evaluate_file = import_module("tandem.offline.eval").evaluate_file
     sources = evaluate_file(config, overwrite="--overwrite" in arguments, say=warn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.cli.resolved import resolved
 from tandem.cli.signals import import_module
 from tandem.cli.typed import worded
+from tandem.config.changed_models import given_name
 from tandem.config.load import load_generate_config
 from tandem.observability.terminal import say, warn
 
@@ -26,7 +27,7 @@ def generate(arguments: list[str]) -> int:
     if config is None:
         return 0
     warn(
-        f"answering {', '.join(config.data.path)} with {config.model.path}; "
+        f"answering {', '.join(config.data.path)} with {given_name(config.model.path)}; "
         f"the responses go to {config.data.output_path}"
     )
     generate_file = import_module("tandem.offline.generate").generate_file

@@ -14,6 +14,7 @@ from tandem.bench.asked import draw
 from tandem.cli.fitting import as_words, judge_of, print_schedules, print_time, time_of, write_fit
 from tandem.cli.probing import Probing
 from tandem.cli.typed import worded
+from tandem.config.changed_models import given_name
 from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sources import split_arguments
@@ -178,7 +179,7 @@ def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:
     policy = config.actor_rollout_ref
     shape = shape_of(policy.model.path)
     print(
-        f"{policy.model.path}: {shape.parameters / 1e9:.2f}B parameters, "
+        f"{given_name(policy.model.path)}: {shape.parameters / 1e9:.2f}B parameters, "
         f"{config.trainer.world_size} devices of {gib(made.device)}"
     )
     print(f"\n{'phase':<16} {'GiB':>7}  {'of the device':<{_BAR + 2}}  largest parts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.cli import from_verl
 from tandem.cli.signals import import_module
 from tandem.cli.typed import worded
+from tandem.config.changed_models import given_name
 from tandem.config.load import Loaded, load_train_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
@@ -56,5 +57,6 @@ def _train(loaded: Loaded[TrainConfig], *, dry: bool) -> int:
             print(f"# {name}: {value}")
         return 0
     refuse(lacking(loaded.config))
-    say(f"loading {loaded.config.actor_rollout_ref.model.path} for {loaded.config.trainer.default_local_dir}")
+    model = given_name(loaded.config.actor_rollout_ref.model.path)
+    say(f"loading {model} for {loaded.config.trainer.default_local_dir}")
     return 130 if import_module("tandem.trainer.run").run_ppo(loaded.config, say=say) else 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tandem.config.actor import Aggregation, Strategy
 from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching
 from tandem.config.fsdp import OPTIMIZER_HAS_STATE_HERE, FSDPConfig
-from tandem.config.model import BackboneConfig
+from tandem.config.model import BackboneConfig, override_fields
 from tandem.config.needs import ModelFolder, divides_batch, holds_longest
 from tandem.config.optim import OptimConfig
 from tandem.config.section import LocalPath, Section, key, section
@@ -18,9 +20,15 @@ class CriticModelConfig(BackboneConfig):
 
     Attributes:
         path: Hugging Face folder of the critic's model.
+        override_config: Fields of the model's config.json that this run changes. {}: none.
+        resize_embeddings: Number of rows of the embedding. null: as many as the folder has.
     """
 
     path: LocalPath = key(..., inherits="actor_rollout_ref.model.path", needs=ModelFolder("config.json"))
+    override_config: dict[str, Any] = key(
+        {}, inherits="actor_rollout_ref.model.override_config", needs=override_fields
+    )
+    resize_embeddings: int | None = key(None, inherits="actor_rollout_ref.model.resize_embeddings", ge=1)
 
 
 class CriticConfig(Section):

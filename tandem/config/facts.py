@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tandem.config.model import SHARED_OUT, BackboneConfig, stored_config
+from tandem.config.changed_models import stored_config
+from tandem.config.model import SHARED_OUT, BackboneConfig
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import SupervisedConfig
 

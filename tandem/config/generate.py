@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from tandem.config.data import CACHE_DIR, WORKERS, Truncation
+from tandem.config.model import OVERRIDE_CONFIG, RESIZE_EMBEDDINGS
 from tandem.config.needs import Check, ModelFolder, countable, files, no_greedy_repeats
 from tandem.config.rewards import CustomRewardConfig, RewardConfig
 from tandem.config.rollout import EngineConfig
@@ -97,10 +98,16 @@ class ChatConfig(Section):
     """The settings that format conversations for a model.
 
     Attributes:
+        override_config: Fields of the model's config.json that this command changes, for example
+            {max_position_embeddings: 131072}. Nested fields are merged.
+        resize_embeddings: Number of rows of the embedding and the output head, for a tokenizer with added
+            tokens. New rows are the mean of the old rows. null: as many as the folder has.
         custom_chat_template: Jinja chat template. null: the template of the tokenizer.
         trust_remote_code: Run Python code that is in the model folder.
     """
 
+    override_config: dict[str, Any] = OVERRIDE_CONFIG
+    resize_embeddings: int | None = RESIZE_EMBEDDINGS
     custom_chat_template: str | None = None
     trust_remote_code: bool = False
 

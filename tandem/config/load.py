@@ -13,16 +13,15 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tandem import hub
+from tandem.config.changed_models import with_changed_models
 from tandem.config.check import check
-from tandem.config.data_files import files_of
 from tandem.config.fitted import fitted
 from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
-from tandem.config.needs import ModelFolder, files
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
 from tandem.config.schema import Key, is_no_number, keys, nested, sections, shown, unknown_key, value_at
 from tandem.config.section import Section, nearest_remedy
+from tandem.config.snapshots import snapshots
 from tandem.config.sources import Overrides, read_sources
 from tandem.config.supervised import RMConfig, SFTConfig
 from tandem.config.trainer import TrainerConfig
@@ -133,7 +132,7 @@ def load_data_config(root: type[C], overrides: Overrides) -> C:
     tree, errors, *_ = read_sources(None, overrides)
     flat, unknown = _flatten(root, rules, tree)
     found = translate(flat, keys(root), rules, _trainer(flat).devices_of)
-    found.given.update(_snapshots(root, found.given))
+    found.given.update(snapshots(root, found.given))
     config, wrong = _build(root, found.given)
     wrong = [
         each for each in wrong if each.message != "missing" or not str(each.field).endswith("model.path")
@@ -157,8 +156,8 @@ def _load(
     if asked_of_verl:
         found = averaged_by_verl(found)
     filled = dict(found.given)
-    snapshots = {} if elsewhere else _snapshots(root, found.given)
-    found.given.update(snapshots)
+    folders = {} if elsewhere else snapshots(root, found.given)
+    found.given.update(folders)
     config, wrong = _build(root, {**(DEFAULTS if asked_of_verl else {}), **found.given})
     bad = _with_heirs(root, found.given, frozenset(str(error.field) for error in wrong))
     if elsewhere:
@@ -178,8 +177,13 @@ def _load(
         raise ConfigErrors(problems, found.readings)
     asks = bool(found.readings) and root is TrainConfig and not asked_of_verl
     other = differing(found.given) if asks else None
-    lines = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in snapshots.items()))
+    lines = (*notices, *found.notices, *(f"{name} is {folder}" for name, folder in folders.items()))
     lines += tuple(findings.notices)
+    try:
+        config, changed_models = with_changed_models(config)
+    except ConfigError as error:
+        raise ConfigErrors([error], found.readings) from error
+    lines += tuple(changed_models)
     if "oc.env" in repr(raw):
         values = {**(DEFAULTS if asked_of_verl else {}), **filled}
         origins = {name: texts[origin] for name, origin in found.origins.items() if origin in texts}
@@ -190,37 +194,6 @@ def _load(
 _PLACES = ("path", "train_files", "val_files", ".models")
 """The suffixes of the keys that name files and folders."""
 _DATA = ("data.train_files", "data.val_files")
-
-
-def _snapshots(root: type[Section], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict from key to local files or folders, for given hub names, folders and patterns.
-
-    Keys whose files are not available are left out.
-    """
-    found: dict[str, Any] = {}
-    for name, value in given.items():
-        needs = keys(root)[name].needs
-        if any(isinstance(need, ModelFolder) for need in needs) and isinstance(value, str):
-            found |= {name: hub.find(value).folder} if hub.is_name(value) else {}
-        listed = [value] if isinstance(value, str) else value
-        if files in needs and isinstance(listed, list):
-            with suppress(ConfigError):  # the key's own rule reports it
-                there = [path for file in listed for path in files_of(str(file))]
-                found |= {} if there == listed else {name: there}
-    return {name: place for name, place in found.items() if place is not None} | _named_by_terms(given)
-
-
-def _named_by_terms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict from key to local model folders, for the keys that name several models."""
-    found: dict[str, Any] = {}
-    for name in ("actor_rollout_ref.ref.models", "reward_model.models"):
-        terms = given.get(name)
-        for label, term in terms.items() if isinstance(terms, Mapping) else ():
-            path = term.get("path") if isinstance(term, Mapping) else None
-            folder = hub.find(path).folder if isinstance(path, str) and hub.is_name(path) else None
-            if folder is not None:
-                found[name] = {**found.get(name, given[name]), label: {**term, "path": folder}}
-    return found
 
 
 def _flatten(
@@ -238,6 +211,7 @@ def _flatten(
         rule = None if name in known else rules(name)
         whole = rule is not None and rule.now != () and set(rule.now) <= known.keys()
         if name in known:
+            value = _own_part(name, value, rules, visit)
             left_out = [] if known[name].required else list(places_left_out(value, name))
             errors.extend(_left_out(place) for place in left_out)
             if not left_out and (value is not None or known[name].inherits is None):
@@ -280,6 +254,20 @@ def _trainer(flat: Mapping[str, Any]) -> TrainerConfig:
         return TrainerConfig()
     known = {role: pool for role, pool in trainer.placement.items() if pool in trainer.pools}
     return trainer.model_copy(update={"placement": known})
+
+
+def _own_part(name: str, value: Any, rules: Rules, visit: Callable[[str, Any], None]) -> Any:
+    """Return a key's value without the entries that are keys of other programs, and visit these entries."""
+    if not isinstance(value, Mapping):
+        return value
+    rest = {}
+    for child, inner in value.items():
+        at = f"{name}.{child}"
+        if rules(at) is not None:
+            visit(at, inner)
+        elif (left := _own_part(at, inner, rules, visit)) != {} or inner == {}:
+            rest[child] = left
+    return rest
 
 
 def _build(root: type[C], given: Mapping[str, Any]) -> tuple[C, list[ConfigError]]:

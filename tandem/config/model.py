@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any
 
+from tandem.config.changed_models import ROPE
 from tandem.config.needs import Check, ModelFolder
 from tandem.config.section import (
+    Finding,
     LocalPath,
     Names,
     OneOf,
@@ -20,9 +21,8 @@ from tandem.config.section import (
     nearest_remedy,
     section,
 )
-from tandem.config.view import root
+from tandem.config.view import path, root
 from tandem.errors import ConfigError
-from tandem.texts import parse_json
 
 PLAIN_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 """The model types whose decoder is an embedding, layers and a norm, with equal submodules in all layers.
@@ -61,6 +61,23 @@ SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 ATTENTION = ("auto", "torch", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention kernels, named as transformers names their packages."""
+
+_OWN_KEY = {
+    "attn_implementation": ("attention kernels have a key of their own", "attn_implementation"),
+    "_attn_implementation": ("attention kernels have a key of their own", "attn_implementation"),
+    "vocab_size": ("the rows of the embedding have a key of their own", "resize_embeddings"),
+    "model_type": ("the architecture cannot be changed", ""),
+    "architectures": ("the architecture cannot be changed", ""),
+}
+_PRECISION = "the keys of the engines set the data types"
+_IDLE = {
+    "use_cache": "each engine has its own cache",
+    "dtype": _PRECISION,
+    "torch_dtype": _PRECISION,
+    "transformers_version": "nothing reads it",
+}
+
+_AT_LEAST_ONE = ("factor", "max_position_embeddings", "original_max_position_embeddings")
 
 _GROUPS = ("matmul", "attention")
 _ALL = "all-linear"
@@ -148,13 +165,47 @@ def _operators(own: Any, name: str) -> Iterator[ConfigError]:
             )
 
 
-def stored_config(folder: str | Path) -> dict[str, Any]:
-    """Return a model's config.json; {} if the file is unreadable, which other checks report."""
-    try:
-        stored = parse_json((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
+def override_fields(own: Any, name: str) -> Iterator[Finding]:
+    """Check the changed fields of a model's config.json that have a key of their own or no effect."""
+    at = path(own, name)
+    for place, value in _leaves(getattr(own, name)):
+        field, leaf = f"{at}.{place}", place.rpartition(".")[2]
+        if leaf in _OWN_KEY:
+            problem, remedy = _OWN_KEY[leaf]
+            remedy = f"set {at[: -len(name)]}{remedy} instead" if remedy else "remove it"
+            yield ConfigError(problem, field=field, got=value, remedy=remedy)
+        elif "drop" in leaf and value not in (0, None):
+            yield ConfigError(
+                "models are always trained without dropout",
+                field=field,
+                got=value,
+                expected="0",
+                remedy="remove it",
+            )
+        elif leaf in _AT_LEAST_ONE and not (isinstance(value, int | float) and value >= 1):
+            yield ConfigError("the value is invalid", field=field, got=value, expected="a number >= 1")
+        elif leaf in _IDLE:
+            yield f"{field}: no effect, because {_IDLE[leaf]}."
+        elif leaf in ROPE and value is not None:
+            expected = "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}, for example"
+            yield ConfigError("rotary parameters are a mapping", field=field, got=value, expected=expected)
+
+
+def _leaves(changes: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{at}{name}.")
+        else:
+            yield at + name, value
+
+
+OVERRIDE_CONFIG = key({}, needs=override_fields)
+RESIZE_EMBEDDINGS = key(None, ge=1)
+_NOT_LEARNT = Check(
+    lambda own, rows: rows is not None and own.lora_rank > 0,
+    "{}={=}: adapters do not train the embedding, so its new rows keep the mean of the old rows.",
+    notice=True,
+)
 
 
 class BackboneConfig(Section):
@@ -162,6 +213,10 @@ class BackboneConfig(Section):
 
     Attributes:
         path: Hugging Face folder of the model.
+        override_config: Fields of the model's config.json that this run changes, for example
+            {max_position_embeddings: 131072}. Nested fields are merged.
+        resize_embeddings: Number of rows of the embedding and the output head, for a tokenizer with added
+            tokens. New rows are the mean of the old rows. null: as many as the folder has.
         trust_remote_code: Run Python code that is in the model folder.
         enable_gradient_checkpointing: Save memory by recomputing activations in the backward pass, as
             gradient_checkpointing_mode says.
@@ -195,6 +250,8 @@ class BackboneConfig(Section):
     """
 
     path: LocalPath = key(..., needs=ModelFolder("config.json"))
+    override_config: dict[str, Any] = OVERRIDE_CONFIG
+    resize_embeddings: int | None = key(None, needs=_NOT_LEARNT, ge=1)
     trust_remote_code: bool = key(False, resumed="reported")
     enable_gradient_checkpointing: bool = key(True, resumed="reported")
     gradient_checkpointing_mode: Annotated[str, OneOf(("auto", "full", "first", "every", "ops"))] = key(

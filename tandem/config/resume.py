@@ -51,7 +51,7 @@ def check_same(checkpoint: Path, config: Section, *, allowed: bool, say: Callabl
         return
     then = read_file(str(file))
     refused = {name for name, key in keys(type(config)).items() if key.resumed == "refused"}
-    if unseen := [name for name in config.from_environment if refers(at_key(then, name)) and name in refused]:
+    if unseen := [name for name in config.written_as if refers(at_key(then, name)) and name in refused]:
         say(
             f"The run folder has no values for these keys, so a change cannot be detected: "
             f"{', '.join(unseen)}. Their values came from the environment."

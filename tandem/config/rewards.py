@@ -205,6 +205,13 @@ _NO_MODEL = Check(
     expected="a Hugging Face folder of a sequence classifier with one label",
     remedy="add {}=…, or set {enable}=false",
 )
+_CHANGED_MODELS = Check(
+    lambda own, models: models and (own.model.override_config or own.model.resize_embeddings),
+    "{model.override_config} and {model.resize_embeddings} do not change these models",
+    got="{=}",
+    expected="a single model, as {model.path}",
+    remedy="remove these keys, and change the folders of the models",
+)
 _TWO_MODELS = Check(
     lambda own, path: own.enable and path and own.models,
     "set together with {models}",
@@ -264,7 +271,7 @@ class RewardModelConfig(Section):
 
     enable: bool = key(False, needs=(_NO_MODEL, _TWO_MODELS))
     models: Annotated[dict[str, ScorerTerm], ByName] = key(
-        {}, when=beside("enable", True), needs=(names, _scorers)
+        {}, when=beside("enable", True), needs=(names, _scorers, _CHANGED_MODELS)
     )
     model: RewardBackboneConfig = section(
         RewardBackboneConfig(), when=_MODEL, below=dict.fromkeys(LEARNING, NOT_TRAINED)

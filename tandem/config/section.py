@@ -73,7 +73,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     all_resumed: ClassVar[Resumed | None] = None
     """The `resumed` value of keys that do not set `resumed`; None: the value of the outer section."""
-    _from_environment: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
+    _written_as: dict[str, tuple[Any, Any]] = PrivateAttr(default_factory=dict)
     _place: Place | None = PrivateAttr(default=None)
 
     if not TYPE_CHECKING:
@@ -91,13 +91,14 @@ class Section(BaseModel):
             cls.model_fields[name].description = " ".join(meaning.split())
 
     @property
-    def from_environment(self) -> dict[str, tuple[Any, Any]]:
-        """Return the keys whose values came from the environment (of a whole config only).
+    def written_as(self) -> dict[str, tuple[Any, Any]]:
+        """Return the keys whose values are not written to files as they are (of a whole config only).
 
-        The result is a dict from key to (text that is written to files instead of the value, value); see
-        `tandem.config.written`.
+        They came from the environment, or are folders of changed models. The result is a dict from key to
+        (text that is written to files instead of the value, value); see `tandem.config.written` and
+        `tandem.config.changed_models`.
         """
-        return self._from_environment
+        return self._written_as
 
 
 @dataclass(frozen=True)

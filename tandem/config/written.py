@@ -53,7 +53,7 @@ def to_dict(config: Section) -> dict[str, Any]:
     References to environment variables stay unresolved, and secrets are left out.
     """
     tree: dict[str, Any] = config.model_dump(mode="json")
-    for name, (reference, value) in config.from_environment.items():
+    for name, (reference, value) in config.written_as.items():
         *above, leaf = name.split(".")
         at = tree
         for part in above:
@@ -97,7 +97,7 @@ def with_references(config: C, given: Mapping[str, Any], raw: Mapping[str, Any],
         filled = name in raw and "${" not in repr(given[name])
         same = value == given[name] if filled else value is not _UNRESOLVED
         found[name] = (text if same else LEFT_OUT, at_key(plain, name))
-    config.from_environment.update(found)
+    config.written_as.update(found)
     return config
 
 
@@ -110,7 +110,7 @@ def remade(config: C, tree: Mapping[str, Any]) -> C:
         pydantic.ValidationError: a value is invalid.
     """
     new = type(config).model_validate(tree)
-    new.from_environment.update(config.from_environment)
+    new.written_as.update(config.written_as)
     return new
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tandem.config.actor import ActorConfig
 from tandem.config.critic import CriticConfig
 from tandem.config.root import TrainConfig
-from tandem.memory.cache import DeviceMemory
+from tandem.memory.cache import DeviceMemory, layer_groups
 from tandem.memory.roles import Held, Load
 from tandem.memory.shapes import ModelShape
 from tandem.memory.training import Moment
@@ -143,9 +143,18 @@ class _Planner:
         self.share = self.rollout.gpu_memory_utilization or 0.5
         self.longest = self.rollout.longest(config.data)
         self.sampler = self.held.get("rollout", self.held["actor"])
-        self.token = self.sampler.shape.kv_bytes(self.sampler.compute, self.rollout.split)
-        blocks = -(-self.longest // self.rollout.block_size)
-        self.one_sequence = blocks * self.rollout.block_size * self.token
+        self.block, self.tables, blocks = self._blocks()
+        self.one_sequence = blocks * self.block
+
+    def _blocks(self) -> tuple[float, int, int]:
+        """Return the bytes of a block of the KV cache, a sequence's block tables, and its most blocks."""
+        rollout, shape = self.rollout, self.sampler.shape
+        windows = [window if window < self.longest else 0 for window in shape.windows]
+        groups, size = layer_groups(windows), rollout.block_size
+        block = size * shape.kv_bytes(self.sampler.compute, rollout.split) * groups.size / len(windows)
+        prompt = min(self.config.data.max_prompt_length, rollout.max_num_batched_tokens)
+        step = prompt if rollout.enable_chunked_prefill else self.longest
+        return block, len(groups.windows), groups.blocks(self.longest, step, size)
 
     def _models(self, shapes: Callable[[str], ModelShape]) -> Iterator[Held]:
         """Yield the models of all roles. A rollout on other devices than the actor has a frozen copy."""
@@ -247,7 +256,7 @@ class _Planner:
         """Return the bytes of a cache for the maximum number of running sequences of maximum length."""
         rollout = self.rollout
         if rollout.num_gpu_blocks_override is not None:
-            return rollout.num_gpu_blocks_override * rollout.block_size * self.token
+            return rollout.num_gpu_blocks_override * self.tables * self.block
         engines = max(1, self.sampler.ranks // rollout.split)
         samples = -(-self.config.data.prompts_at_a_time * rollout.n // engines)
         return min(rollout.max_num_seqs, samples) * self.one_sequence

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.config.model import stored_config
+from tandem.config.changed_models import stored_config
 from tandem.errors import ConfigError
 from tandem.memory.activations import Decoder
 
@@ -57,6 +57,9 @@ _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose embeddings are tied by default
 
 
+_FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}  # each such layer has no window, if no other file says so
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """The shape of a decoder with its embedding and head.
@@ -70,6 +73,7 @@ class ModelShape:
         layer: number of parameters in a layer's matrices and biases, which tensor parallelism splits.
         layer_norms: number of parameters in a layer's norms and router, which tensor parallelism does not
             split.
+        windows: for each layer, how many of the last tokens it needs; 0: all tokens.
     """
 
     kind: str
@@ -78,6 +82,7 @@ class ModelShape:
     tied: bool
     layer: int
     layer_norms: int
+    windows: tuple[int, ...]
 
     @property
     def embedding(self) -> int:
@@ -145,6 +150,24 @@ def shape_of(path: str) -> ModelShape:
     return model_shape(stored)
 
 
+def layer_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return for each layer the window or chunk of its attention, as config.json says it; 0: none.
+
+    Files of older versions of transformers do not name the kind of each layer. There, every layer has the
+    window, except each `sliding_window_pattern`-th layer, and in Qwen the first `max_window_layers` layers.
+    """
+    count, window = config["num_hidden_layers"], config.get("sliding_window") or 0
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        sizes = {"sliding_attention": window, "chunked_attention": config.get("attention_chunk_size") or 0}
+        return tuple(sizes.get(kind, 0) for kind in kinds)
+    if str(config.get("model_type")).startswith("qwen"):
+        first = config.get("max_window_layers") or 0
+        return tuple(window if config.get("use_sliding_window") and i >= first else 0 for i in range(count))
+    every = config.get("sliding_window_pattern") or _FULL_LAYERS.get(str(config.get("model_type")), count + 1)
+    return tuple(window if (i + 1) % every else 0 for i in range(count))
+
+
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape of the model that a config.json describes.
 
@@ -186,4 +209,4 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     decoder = Decoder(layers, hidden, active, heads, key_heads, width, head_norms=per_head)
     small = norms * hidden + (2 * width if per_head else 0) + hidden * experts
     tied = bool(text.get("tie_word_embeddings", kind in _TIED))
-    return ModelShape(kind, decoder, text["vocab_size"], tied, layer, small)
+    return ModelShape(kind, decoder, text["vocab_size"], tied, layer, small, layer_windows(text))

@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tandem.config.model import PLAIN_DECODERS, stored_config
+from tandem.config.changed_models import stored_config
+from tandem.config.model import PLAIN_DECODERS
 from tandem.errors import ModelError
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -105,6 +106,18 @@ def may_pack(model: Any, config: PreTrainedConfig) -> bool:
 def rows_attention(model: Any) -> str:
     """Return the name of transformers' attention for a model whose sequences have rows of their own."""
     return "sdpa" if model._supports_sdpa else "eager"
+
+
+def field_of(config: Any, name: str) -> Any:
+    """Return a field of a config; None if it does not exist. Some layers may have another value."""
+    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
+
+
+def head_width(config: PreTrainedConfig) -> int:
+    """Return the number of features of an attention head."""
+    text = config.get_text_config()
+    width: int = field_of(text, "head_dim") or field_of(text, "hidden_size") // text.num_attention_heads
+    return width
 
 
 def auto_class(config: PreTrainedConfig, *, scorer: bool) -> Any:

@@ -9,6 +9,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ from tandem.models.architectures import (
     require_task,
 )
 from tandem.models.attention import PACKED
+from tandem.models.changed_fields import misfit, require_fields
 from tandem.models.decoders import decoder_of, head_of, layers_of
 from tandem.models.linear import speed_up_linears
 from tandem.models.logits import LogitRule
@@ -48,9 +50,11 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         require_known(folder, trust_remote_code=trust_remote_code)
-        raise _unusable("the model's config.json cannot be used", folder, error) from error
+        unusable = _unusable("the model's config.json cannot be used", folder, error)
+        raise misfit(folder, str(error)) or unusable from error
+    require_fields(folder, config)
     _drop_nothing(config)
     return config
 
@@ -180,15 +184,10 @@ def require_scorer(
         )
 
 
-def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the maximum number of tokens in a sequence that the model supports.
-
-    Returns:
-        The limit; None if the config scales rotary angles, or has no limit.
-    """
+def positions_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config that `position_limit` reads, by the names of a config.json."""
     text = config.get_text_config()
-    stretched = "factor" in (getattr(text, "rope_parameters", None) or {})
-    return None if stretched else getattr(text, "max_position_embeddings", None)
+    return {name: getattr(text, name, None) for name in ("max_position_embeddings", "rope_parameters")}
 
 
 def lacks_score_head(config: PreTrainedConfig) -> bool:
@@ -260,14 +259,14 @@ def _load(
         for name, held, asked in sorted(report["mismatched_keys"], key=str)
     ]
     if wrong:
-        raise _unfit(
+        raise misfit(folder, wrong[0]) or _unfit(
             "the shapes of the weights differ from those in config.json",
             got=f"{folder}: {len(wrong)} weights, such as {wrong[0]}",
             remedy="put the config.json that belongs to these weights into the folder",
         )
     missing = sorted(set(report["missing_keys"]).difference(absent))
     if missing:
-        raise _unfit(
+        raise misfit(folder, f"{missing[0]} is missing") or _unfit(
             "weights are missing",
             got=f"{folder}: {len(missing)}, such as {missing[0]}",
             remedy="export the model again with all of its weights",

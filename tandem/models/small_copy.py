@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
+from tandem.models.architectures import field_of
+
 LONGEST = 40
 """The length of a sequence, in tokens, that exceeds every window, chunk and angle limit of a small copy."""
 _VOCABULARY = 96
@@ -110,11 +112,6 @@ def _layer_fields(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     """Return the fields with which single layers differ from the config, by the layer's index."""
     stored = config.to_dict().get("per_layer_config") or {}
     return {int(index): fields for index, fields in stored.items()}
-
-
-def field_of(config: Any, name: str) -> Any:
-    """Return a field of a config; None if it does not exist. A field may differ in single layers."""
-    return vars(config)[name] if name in vars(config) else getattr(config, name, None)
 
 
 def _factor(text: Any) -> int:

@@ -15,6 +15,9 @@ from tandem.config.model import ModelConfig
 from tandem.errors import ModelError
 from tandem.models.loading import TOKENIZER_FILES, load_config, load_tokenizer
 
+_MULTIPLE = 64
+"""A proposed number of rows of an embedding is a multiple of this number, so that devices can share it."""
+
 
 def check_vocabulary(
     path: str | Path,
@@ -54,13 +57,16 @@ def check_size(path: str | Path, vocabulary: int, tokenizer: PreTrainedTokenizer
     """Check that a model's vocabulary has all token ids of the tokenizer; see `check_vocabulary`."""
     asked = 1 + max(tokenizer.get_vocab().values(), default=-1)
     if vocabulary < asked:
+        section, rows = field.rpartition(".")[0], -(-asked // _MULTIPLE) * _MULTIPLE
+        resizes = section.endswith("model")
+        resize = f"set {section}.resize_embeddings={rows} to add rows, or " if resizes else ""
         raise ModelError(
             "the model's vocabulary is smaller than that of the tokenizer",
             field=field,
             got=f"{path}: {vocabulary} tokens",
             expected=f">= {asked}",
-            remedy="use a model that has this tokenizer, put the model's own tokenizer into its folder, or "
-            f"enlarge its embedding with resize_token_embeddings({asked}) of transformers",
+            remedy=f"{resize}use a model that has this tokenizer, or put the model's own tokenizer into its "
+            "folder",
         )
 
 

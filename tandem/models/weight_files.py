@@ -65,6 +65,13 @@ class WeightFiles:
             return None
         return None
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file
+
+    def file_of(self, name: str) -> Path:
+        """Return the file with the tensor of this name."""
+        return self._file[name]
+
     def hold(self, module: PackedModel) -> bool:
         """Return whether the files contain every weight of the module, with the same name and shape.
 

@@ -17,12 +17,14 @@ from tandem.checkpoint.best import Best
 from tandem.checkpoint.hf_export import export
 from tandem.checkpoint.manager import Checkpoint, CheckpointManager, open_checkpoint
 from tandem.checkpoint.weights import read_weights
+from tandem.config.changed_models import with_changed_models
 from tandem.config.model import ModelConfig
 from tandem.config.own_code import require_own
 from tandem.config.written import at_key, resolved
 from tandem.errors import CheckpointError
 from tandem.models.ends import stop_token_ids
 from tandem.models.loading import load_config
+from tandem.models.resized import complete_weights
 from tandem.models.vocabulary import tokenizer_of
 from tandem.observability import terminal
 from tandem.observability.config_file import read_config
@@ -98,6 +100,9 @@ def _model_of(run: Path) -> ModelConfig:
     at = "actor_rollout_ref.model" if "actor_rollout_ref" in tree else "model"  # depends on the trainer
     model = ModelConfig.model_validate({name: resolved(tree, f"{at}.{name}") for name in at_key(tree, at)})
     require_own(run / "config.yaml", model.model_dump())
+    model, _ = with_changed_models(model)
+    if model.lora_rank:
+        complete_weights(model.path, trust_remote_code=model.trust_remote_code)
     return model
 
 

@@ -28,9 +28,9 @@ from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStrea
 from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
 from tandem.engines.weight_sync import Sent, check_arrival, digest
 from tandem.errors import DataError
-from tandem.hub import fetch_weights
 from tandem.models.ends import stop_token_ids
 from tandem.models.loading import load_policy
+from tandem.models.resized import complete_weights
 from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.journal import Journal
 from tandem.observability.lock import ProcessLock
@@ -160,7 +160,7 @@ class Offline:
         check_new_columns(self.rows.table, COLUMNS)
         if data.output_path.endswith(".jsonl"):
             _check_json(self.rows.table)
-        fetch_weights(self._folder)
+        complete_weights(self._folder, trust_remote_code=config.model.trust_remote_code)
         self._params = sampling_params(
             rollout,
             rollout,

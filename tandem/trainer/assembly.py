@@ -16,9 +16,9 @@ from tandem.config.data import DataConfig
 from tandem.config.facts import engines, models
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SupervisedConfig
-from tandem.hub import fetch_weights
 from tandem.loading import load_function
 from tandem.models.loading import lacks_score_head, load_config
+from tandem.models.resized import complete_weights
 from tandem.models.vocabulary import tokenizer_of
 from tandem.observability.stacks import withdraw_stacks
 from tandem.runtime import Backend, ResourcePool, Worker, WorkerGroup
@@ -154,10 +154,10 @@ def build_supervised(config: SupervisedConfig, *, say: Say) -> SupervisedTrainer
 def _opened(config: RunsConfig, say: Say) -> Iterator[tuple[OpenRun, Backend]]:
     """Yield a run folder and the backend of its workers; if the block raises an error, release both.
 
-    Models that are on the hub are downloaded first.
+    Weights on the hub are downloaded first, and resized embeddings are written.
     """
     for model in models(config):
-        fetch_weights(model.path)
+        complete_weights(model.path, trust_remote_code=model.engine.model.trust_remote_code)
     run = open_run(config, say)
     with ExitStack() as undo, plain_errors():
         undo.callback(run.folder.remove_if_unused)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.kl import FULL
 from tandem.algorithms.registry import AdvantageSpec, advantage_estimator, kl_estimator, policy_loss
+from tandem.config.changed_models import limit_name, position_limit
 from tandem.config.cluster import kind_of
 from tandem.config.facts import Engine, engines
 from tandem.config.root import TrainConfig
@@ -18,7 +19,7 @@ from tandem.config.trainer import RunConfig
 from tandem.data.loader import batches_of
 from tandem.errors import ConfigError
 from tandem.models.ends import stop_token_ids
-from tandem.models.loading import load_config, position_limit
+from tandem.models.loading import load_config, positions_of
 from tandem.models.vocabulary import tokenizer_of
 from tandem.rewards import Reads, Scorer, check_sources, own_reward
 from tandem.rewards.combination import Combination, combination_of
@@ -79,15 +80,17 @@ class Prepared(NamedTuple):
         config, prompt = self.config, facts.longest_prompt
         model, data = config.actor_rollout_ref.model, config.data
         response = data.max_response_length
-        most = position_limit(load_config(model.path, trust_remote_code=model.trust_remote_code))
+        positions = positions_of(load_config(model.path, trust_remote_code=model.trust_remote_code))
+        most = position_limit(positions)
         if most is not None and prompt + response > most:
             raise ConfigError(
                 "the longest prompt and response together are longer than the model's positions",
                 field="data.max_prompt_length + data.max_response_length",
                 got=f"{prompt} (of at most {data.max_prompt_length}) + {response} = {prompt + response}",
-                expected=f"at most max_position_embeddings = {most}",
+                expected=f"at most {limit_name(positions)} = {most}",
                 remedy="lower data.max_response_length; or lower data.max_prompt_length and set "
-                "data.filter_overlong_prompts=true to leave out long prompts",
+                "data.filter_overlong_prompts=true to leave out long prompts; or stretch the positions with "
+                "actor_rollout_ref.model.override_config.rope_scaling",
             )
         if "reward" in self.role_plan.played:
             check_sources(facts.sources, self.reward, config.reward.sandbox, say)

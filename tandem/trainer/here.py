@@ -16,9 +16,10 @@ from typing import Any
 from pyarrow import parquet
 
 from tandem.config.actor import reference_name
+from tandem.config.changed_models import limit_name, position_limit, rope_type, stored_config
 from tandem.config.cluster import kind_of
 from tandem.config.facts import POLICY, models
-from tandem.config.model import PLAIN_DECODERS, stored_config
+from tandem.config.model import PLAIN_DECODERS
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
 from tandem.data.files import count_rows
@@ -176,7 +177,7 @@ def _tested(stored: dict[str, Any]) -> bool:
     kind = stored.get("model_type")
     windowed = stored.get("sliding_window") and stored.get("use_sliding_window", kind == "mistral")
     rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
-    stretched = rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope")
+    stretched = rope_type(rope) in ("dynamic", "longrope")
     return kind in PLAIN_DECODERS and not (windowed or stretched)
 
 
@@ -198,13 +199,13 @@ def _vocabulary(config: RunsConfig) -> None:
 
 
 def _positions(config: TrainConfig) -> None:
-    most = stored_config(config.actor_rollout_ref.model.path).get("max_position_embeddings")
-    longest = config.data.max_response_length
-    if isinstance(most, int) and longest >= most:
+    stored = stored_config(config.actor_rollout_ref.model.path)
+    most, longest = position_limit(stored), config.data.max_response_length
+    if most is not None and longest >= most:
         raise ConfigError(
             "the response alone is as long as the model's positions, which must also hold the prompt",
             field="data.max_response_length",
             got=longest,
-            expected=f"below max_position_embeddings = {most}",
+            expected=f"below {limit_name(stored)} = {most}",
             remedy="lower data.max_response_length",
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from tandem.config.model import stored_config
+from tandem.config.changed_models import given_name, stored_config
 from tandem.observability.reading import SHOWN, Run
 from tandem.observability.sinks.console import duration
 
@@ -27,7 +27,9 @@ def beginning(model: str, rows: int, what: str, steps: int, folder: Path, checkp
     numbers = parameters(Path(model))
     size = "" if numbers is None else f", {short(numbers)} parameters"
     there = f"resumes from {checkpoint.name}" if checkpoint else "new run"
-    return f"{model} ({kind}{size}); {rows:,} rows; {steps:,} steps of {what}; {there} in {folder}"
+    return (
+        f"{given_name(model)} ({kind}{size}); {rows:,} rows; {steps:,} steps of {what}; {there} in {folder}"
+    )
 
 
 def parameters(model: Path) -> int | None:

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tandem.algorithms.masked import segment_sum
+from tandem.config.changed_models import position_limit
 from tandem.config.rewards import RewardModelConfig, ScorerTerm
 from tandem.engines.train.base import JUDGED
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import ModelError
 from tandem.models.architectures import judges_tokens
-from tandem.models.loading import load_config, position_limit, require_scorer
+from tandem.models.loading import load_config, positions_of, require_scorer
 from tandem.models.vocabulary import check_size, tokenizer_of_scorer
 from tandem.observability.run import RunFolder
 from tandem.protocol import DataProto, Ragged
@@ -109,7 +110,7 @@ class RewardModelWorker(EngineWorker):
                 got=type(own).__name__,
                 expected="a fast tokenizer (tokenizer.json)",
             )
-        most, budget = position_limit(stored), self.config.forward_batching.max_tokens
+        most, budget = position_limit(positions_of(stored)), self.config.forward_batching.max_tokens
         if budget is not None:
             budget *= self.config.ulysses_sequence_parallel_size
         limits = [limit for limit in (most, budget) if limit is not None]

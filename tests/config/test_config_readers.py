@@ -9,7 +9,7 @@ from tandem.config.schema import keys
 from tandem.config.supervised import RMConfig, SFTConfig
 
 ROOTS = (TrainConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
-SETTLED = {"strategy", "tensor_model_parallel_size", "defaults"}
+SETTLED = {"strategy", "tensor_model_parallel_size", "defaults", "override_config", "resize_embeddings"}
 """Keys that have only one allowed value, and keys that only loading the config reads."""
 
 

@@ -104,6 +104,8 @@ M.use_fused_kernels=null M.fused_kernel_options.impl_backend=auto | M.head=auto 
 M.use_fused_kernels=false M.fused_kernel_options.impl_backend=auto | M.head=torch critic.model.head=auto
 M.use_fused_kernels=true M.fused_kernel_options.impl_backend=auto | M.head=auto critic.model.head=auto
 M.attn_implementation=sdpa | M.attn_implementation=torch
+M.override_config.rope_theta=5.0 M.override_config.moe_config.freeze_moe_router=false
+    | M.override_config={rope_theta: 5.0} critic.model.override_config={rope_theta: 5.0}
 T.device=cuda M.override_config.attn_implementation=flash_attention_2
     | M.attn_implementation=flash_attention_2
 FS.full_determinism=true A.use_kl_loss=true | FS.full_determinism=true REF.fsdp_config.full_determinism=false

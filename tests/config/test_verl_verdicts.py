@@ -133,6 +133,8 @@ R.multi_turn.tool_config_path=tools.yaml
 T.v1.trainer_mode=separate_async
 D.image_patch_size=14 D.datagen.path=a.py
 M.override_config.attention_dropout=0.1
+M.override_config.moe_config.freeze_moe_router=true
+M.override_config.model_config.max_position_embeddings=9
 T.max_actor_ckpt_to_keep=3 T.max_critic_ckpt_to_keep=2 | contradicts T.max_actor_ckpt_to_keep
 """
 

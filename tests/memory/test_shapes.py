@@ -79,3 +79,24 @@ def test_keys_and_values():
     sizes = {"Qwen2.5-0.5B": 12, "Qwen2.5-1.5B": 28, "Qwen2.5-7B": 56, "Llama-3-70B": 320}
     assert {name: model_shape(published(name)).kv_bytes(2) / 1024 for name in sizes} == sizes
     assert model_shape(published("Llama-3-70B")).kv_bytes(2, split=16) == 40 * 1024  # at least one key head
+
+
+@pytest.mark.parametrize(("kind", "keys", "options"), [
+    ("mistral", (), {"sliding_window": 16}), ("llama", (), {}), ("gemma2", ("layer_types",), {}),
+    ("gemma3_text", ("layer_types",), {"num_hidden_layers": 12}), ("qwen2", ("layer_types",), {}),
+    ("qwen3", ("layer_types",), {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 16}),
+    ("gpt_oss", (), {}), ("llama4_text", (), {"attention_chunk_size": 16, "num_hidden_layers": 8}),
+])  # fmt: skip
+def test_windows_are_those_of_the_layers(kind, keys, options):
+    """A file of today names the kinds of the layers, and a file without `keys` is an older one."""
+    config = AutoConfig.for_model(kind, **{**SMALL, **options})
+    sizes = {
+        "sliding_attention": getattr(config, "sliding_window", 0),
+        "chunked_attention": getattr(config, "attention_chunk_size", 0),
+    }
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    expected = tuple((sizes.get(each) or 0) for each in kinds)
+    stored = config.to_dict()
+    older = {name: value for name, value in stored.items() if name not in keys}
+    assert model_shape(stored).windows == model_shape(older).windows == expected
+    assert any(expected) == (kind not in ("llama", "qwen2"))

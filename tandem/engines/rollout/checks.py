@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from tandem.config.changed_models import limit_name, position_limit
 from tandem.errors import EngineError
+from tandem.models.loading import positions_of
 from tandem.protocol import Request
 
 
@@ -92,18 +94,18 @@ def check_fits_model(requests: Sequence[Request], config: Any) -> None:
         EngineError: A sequence is longer than the model's number of positions, or a prompt token or biased
             token is outside the vocabulary.
     """
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None:
+    positions = positions_of(config)
+    most = position_limit(positions)
+    if most is not None:
         for request in requests:
             _check_length(
                 request,
-                positions,
+                most,
                 "the model's positions",
-                name="max_position_embeddings = ",
+                name=f"{limit_name(positions)} = ",
                 remedy="lower data.max_prompt_length or data.max_response_length",
             )
-    check_vocabulary(requests, text.vocab_size)
+    check_vocabulary(requests, config.get_text_config().vocab_size)
 
 
 def check_vocabulary(requests: Sequence[Request], vocabulary: int | None) -> None:

@@ -72,7 +72,7 @@ def make_rollout_engine(
         own: dict[str, Any] = {"model_path": model_path, "dtype": dtype, "device": device}
         own |= {"log": log, "log_file": log_file, "share": share}
         if name == "sglang":
-            return make_sglang_engine(rollout, common, tokenizer=tokenizer, group=split.group, **own)
+            return make_sglang_engine(rollout, common, group=split.group, **own)
         return make_vllm_engine(rollout, common, tensor_parallel_size=split.size, **own)
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", "sglang", *HTTP_ENGINES))

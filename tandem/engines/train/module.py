@@ -15,7 +15,7 @@ from tandem.config.optim import OptimConfig
 from tandem.config.rules.engine import conflicts
 from tandem.engines.train.deterministic import prepare
 from tandem.engines.train.optimizers import require_optimizer
-from tandem.models.architectures import may_pack, require_task, rows_attention
+from tandem.models.architectures import head_width, may_pack, require_task, rows_attention
 from tandem.models.attention import attention_name
 from tandem.models.compiled import require_compiler
 from tandem.models.heads import head_name, make_head
@@ -103,15 +103,11 @@ def unsharded_module(
     architecture = require_task(path, config, scorer=scorer, trust_remote_code=remote)
     packs = may_pack(architecture, config)
     load = partial(load_scorer, new_head=True) if scorer else load_policy
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    options: dict[str, Any] = {
-        "dtype": settings.master,
-        "trust_remote_code": remote,
-        "attention": attention_name(model.attn_implementation, device, width)
-        if packs
-        else rows_attention(architecture),
-    }
+    if packs:
+        attention = attention_name(model.attn_implementation, device, head_width(config))
+    else:
+        attention = rows_attention(architecture)
+    options: dict[str, Any] = {"dtype": settings.master, "trust_remote_code": remote, "attention": attention}
 
     def made(*, weights: bool) -> PackedModel:
         backbone = load(path, **options, weights=weights)

@@ -81,19 +81,24 @@ def step_of(
 ) -> StepInput:
     """Return a step that runs the last `counts` tokens of sequences that then have these lengths.
 
-    The tables (S, B) have the block numbers of each sequence. The tokens (T) are 0 by default.
+    The tables, (S, B) or (G, S, B), have the block numbers of each sequence. The tokens (T) are 0 by default.
     """
     device, total = tables.device, sum(counts)
+    groups = tables.int().view(-1, *tables.shape[-2:])
     places = [torch.arange(n - c, n, device=device) for n, c in zip(lengths, counts, strict=True)]
-    slots = [t[p // block].long() * block + p % block for t, p in zip(tables, places, strict=True)]
+
+    def slots(tables: Tensor) -> Tensor:
+        pairs = zip(tables, places, strict=True)
+        return torch.cat([table[p // block].long() * block + p % block for table, p in pairs])
+
     return StepInput(
         ids_T=torch.zeros(total, dtype=torch.int64, device=device) if ids is None else ids.to(device),
         positions_T=torch.cat(places),
-        slots_T=torch.cat(slots),
         starts_S1=torch.tensor([0, *counts], device=device).cumsum(0).int(),
         lengths_S=torch.tensor(lengths, dtype=torch.int32, device=device),
-        tables_SB=tables.int(),
         logits_L=torch.arange(total, device=device),
+        slots_GT=tuple(slots(each) for each in groups),
+        tables_GSB=tuple(groups),
         max_query=max(counts),
         max_length=max(lengths),
     )

@@ -20,6 +20,10 @@ _ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _TYPES = {"layer_types": ["sliding_attention", "full_attention"]}
 _CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 9}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_CHUNKS = {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "pad_token_id": 0}
+_CHUNKS |= {"layer_types": ["chunked_attention", "full_attention"]}
 _WIDE, _WINDOW = {"head_dim": 16}, {"head_dim": 16, "sliding_window": 6}
 _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, {"tie_word_embeddings": True}),
@@ -31,6 +35,8 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma": (hf.GemmaForCausalLM, hf.GemmaConfig, _WIDE),
     "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, _WINDOW | _CAPS),
     "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, _WINDOW | _TYPES),
+    "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, _WINDOW | _TYPES | _EXPERTS | _ROTARY),
+    "llama4": (hf.Llama4ForCausalLM, hf.Llama4TextConfig, _WIDE | _CHUNKS | _EXPERTS),
 }
 
 

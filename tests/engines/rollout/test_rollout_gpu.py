@@ -128,7 +128,7 @@ def test_neither_running_ahead_nor_prompts_apart_change_anything(what, tiny, mak
 
 def check_attention(step, group, dim, dtype, limit):
     """Compare Triton's attention over a random cache with PyTorch's."""
-    cache = PagedCache([LayerShape(2, dim, dim)], step.tables_SB.numel(), BLOCK, dtype, CUDA)
+    cache = PagedCache([LayerShape(2, dim, dim)], step.tables_GSB[0].numel(), BLOCK, dtype, CUDA)
     for part in (cache.keys[0], cache.values[0]):
         part.normal_()
     query_TND = torch.randn(len(step.ids_T), 2 * group, dim, device=CUDA, dtype=dtype) * dim**-0.5

@@ -62,15 +62,16 @@ def check(kernel, kinds, constants, warps=4, stages=3, spills=64):
 print(f"{'kernel':16}{'warps':>6}{'registers':>10}{'spilled':>8}{'shared':>8}  sizes")
 
 
-def attend(dim, group, dtype, decode, splits=1, window=0, softcap=0.0):
+def attend(dim, group, dtype, decode, splits=1, window=0, softcap=0.0, chunk=0, sinks=False):
     shape, kind = LayerShape(4, dim, dim), KINDS[dtype]
     tiles = Tiles.of(shape, group, dtype, decode)
-    kinds = {"i32": "tables starts lengths", kind: "queries keys values"}
+    kinds = {"i32": "tables starts lengths", kind: "queries keys values sinks"}
     written = "fp32" if splits > 1 else kind
     kinds[written] = kinds.get(written, "") + " out totals peaks"
     constants = dict(
-        DECODE=decode, SPLITS=splits, LEAST_TILES=4, WINDOW=window, SOFTCAP=softcap, GROUP=group,
-        ROWS=tiles.rows, BLOCK=16, TILE=tiles.columns, RUN=gcd(16, tiles.columns), **_shape(shape),
+        DECODE=decode, SPLITS=splits, LEAST_TILES=4, WINDOW=window, CHUNK=chunk, SOFTCAP=softcap,
+        SINKS=sinks, GROUP=group, ROWS=tiles.rows, BLOCK=16, TILE=tiles.columns,
+        RUN=gcd(16, tiles.columns), **_shape(shape),
     )
     check(triton_kernels.attend_kernel, kinds, constants, tiles.warps, tiles.stages)
 
@@ -79,6 +80,8 @@ for decode in (True, False):
     attend(64, 7, torch.bfloat16, decode)
     attend(128, 7, torch.bfloat16, decode, splits=4 if decode else 1, window=4096)
     attend(80, 4, torch.float16, decode)
+    attend(64, 8, torch.bfloat16, decode, splits=4 if decode else 1, window=128, sinks=True)
+    attend(128, 5, torch.bfloat16, decode, chunk=8192)
     attend(128, 4, torch.float32, decode)
     attend(256, 2, torch.bfloat16, decode, softcap=50.0)
     attend(256, 16, torch.float16, decode)

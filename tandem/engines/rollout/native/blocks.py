@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,12 +88,11 @@ class BlockManager:
                 self._digest_of[block] = digest
 
     def find(self, digests: Sequence[bytes]) -> Blocks:
-        """Return the blocks of the longest prefix whose digests are recorded.
+        """Return the block with each digest, or -1 if the digest is not recorded.
 
         The blocks may be unused, so call `share` before the next `allocate`.
         """
-        found = takewhile(lambda block: block is not None, map(self._block_of.get, digests))
-        return np.array(list(found), dtype=np.int32)
+        return np.array([self._block_of.get(digest, -1) for digest in digests], dtype=np.int32)
 
     def idle(self, blocks: Blocks) -> int:
         """Return how many of these blocks are unused."""

@@ -18,14 +18,12 @@ class CacheDemand:
         tokens: The number of tokens of the longest sequence.
         blocks: The number of blocks that the longest sequence fills.
         block_bytes: The bytes of a block.
-        block_size: The number of tokens of a block.
     """
 
     sequences: int
     tokens: int
     blocks: int
     block_bytes: int
-    block_size: int
 
     @property
     def bytes(self) -> int:
@@ -45,7 +43,7 @@ def cache_message(wanted: CacheDemand, blocks: int, memory: DeviceMemory | None,
     most = min(blocks, wanted.sequences * wanted.blocks)
     at_once = most // wanted.blocks
     text = (
-        f"cache: {most * wanted.block_size:,} tokens ({gib(most * wanted.block_bytes)}), "
+        f"cache: {gib(most * wanted.block_bytes)}, "
         f"enough for {at_once:,} sequences of {wanted.tokens:,} tokens at a time"
     )
     if at_once >= wanted.sequences:

@@ -28,6 +28,7 @@ from tandem.engines.rollout.native.attention import AttentionName
 from tandem.engines.rollout.native.budget import weights_message
 from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
+from tandem.engines.rollout.native.paged import groups_of
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.scheduler import Scheduler
@@ -114,28 +115,34 @@ class NativeEngine(ModuleEngine):
             caching=enable_prefix_caching,
         )
         make = partial(make_runner, runner, max_length=max_length, split=split)
-        self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.tables.shape[1])
+        self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.blocks.width)
         self._say = say
         self._finished: list[Sample] = []
-        self._pending_blocks: dict[tuple[str, int], int] = {}  # blocks that each pending request can fill
+        self._pending: dict[tuple[str, int], tuple[int, int]] = {}  # lengths of prompt and whole sequence
         self._demand_changed = False
         self._demand = 1  # blocks that the pending requests can fill together
         self._flight: Flight | None = None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        self._check(requests, self._pending_blocks)
-        lengths = {request.id: len(request.prompt_ids) + request.params.max_tokens for request in requests}
-        blocks = {id: self._scheduler.blocks_for(length) for id, length in lengths.items()}
+        self._check(requests, self._pending)
+        prompts = {request.id: len(request.prompt_ids) for request in requests}
+        added = {r.id: (prompts[r.id], prompts[r.id] + r.params.max_tokens) for r in requests}
         store, runner = self._store, self._steps.runner
-        if blocks and (runner is not None or store.room.fixed is not None):
+        if added and (runner is not None or store.room.fixed is not None):
             per_block = 0 if runner is None else store.per_block(runner)
-            store.room.check_longest(max(blocks.values()), per_block)
+            store.room.check_longest(max(self._blocks(added.values())), per_block)
         self._scheduler.waiting.extend(requests)
-        self._pending_blocks |= blocks
+        self._pending |= added
         self._demand_changed = True
 
     def pending(self) -> int:
-        return len(self._pending_blocks)
+        return len(self._pending)
+
+    def _blocks(self, lengths: Collection[tuple[int, int]]) -> list[int]:
+        """Return how many blocks sequences can fill, given the lengths of their prompts and of the whole."""
+        groups, scheduler = self._store.room.groups, self._scheduler
+        size, step = scheduler.block_size, scheduler.step
+        return [groups.blocks(whole, min(prompt, step), size) for prompt, whole in lengths]
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Set new weights. Running sequences continue with the new weights and keep their keys and values.
@@ -155,6 +162,7 @@ class NativeEngine(ModuleEngine):
             self._drop_cache()
         self._steps.use(runner)
         self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
+        self._store.room.groups = groups_of(runner.layers)
         self._scheduler.forget()
         copied = None if self._store.room.split.size > 1 else runner.copied(source.module)
         found = digest(source.module.named_parameters() if copied is None else copied)
@@ -173,12 +181,12 @@ class NativeEngine(ModuleEngine):
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Free the KV cache and drop all references to the weights."""
-        check_idle(len(self._pending_blocks))
+        check_idle(len(self._pending))
         self._flight = None
         if "kv_cache" in tags:
             if not self._store.sleep():
                 self._steps.drop_graphs()
-            self._scheduler.use_cache(0)
+            self._scheduler.blocks.use_cache(0)
         if "weights" in tags:
             self._steps.release_weights()
             self._drop_weights()
@@ -193,8 +201,8 @@ class NativeEngine(ModuleEngine):
         partial += [Written(request).sample("abort") for request in self._scheduler.drop_waiting(wanted)]
         self._remove(gone)
         self._finished = [sample for sample in self._finished if sample.id not in wanted]
-        for id in wanted & self._pending_blocks.keys():
-            del self._pending_blocks[id]
+        for id in wanted & self._pending.keys():
+            del self._pending[id]
         return partial if keep_partial else []
 
     def poll(self, timeout_s: float) -> list[Sample]:
@@ -206,7 +214,7 @@ class NativeEngine(ModuleEngine):
                 break
         finished, self._finished = self._finished, []
         for sample in finished:
-            del self._pending_blocks[sample.id]
+            del self._pending[sample.id]
         return finished
 
     @torch.inference_mode()
@@ -244,7 +252,7 @@ class NativeEngine(ModuleEngine):
         old cache is too small for the longest sequence, the old cache is dropped first. Its sequences are
         then computed again.
         """
-        store, pending = self._store, self._pending_blocks.values()
+        store, pending = self._store, self._blocks(self._pending.values())
         self._demand = store.room.wanted(pending, store.sequences, 0, store.per_block(runner))
         blocks, possible = store.wanted(runner, pending)
         if not possible:
@@ -259,9 +267,9 @@ class NativeEngine(ModuleEngine):
                 self._steps.drop_graphs()
                 store.make(runner, blocks)
             if held:
-                self._scheduler.blocks.grow(store.blocks)
+                self._scheduler.blocks.pool.grow(store.blocks)
             else:
-                self._scheduler.use_cache(store.blocks)
+                self._scheduler.blocks.use_cache(store.blocks, store.room.groups)
             if self._say is not None and self._device.type == "cuda":  # log this only once
                 self._say(store.cache_message(runner))
                 self._say = None
@@ -270,7 +278,7 @@ class NativeEngine(ModuleEngine):
     def _drop_cache(self) -> None:
         self._store.drop()
         self._steps.drop_graphs()
-        self._scheduler.use_cache(0)
+        self._scheduler.blocks.use_cache(0)
 
     # The methods below run one step.
 
@@ -281,12 +289,14 @@ class NativeEngine(ModuleEngine):
         counters.decode_steps += plan.decoding > 0
         counters.prefill_tokens += int(plan.counts[plan.decoding :].sum())
         counters.running(self._scheduler.running)
-        counters.cache(cache.bytes // cache.blocks * self._demand, self._scheduler.held / self._demand)
+        counters.cache(
+            cache.bytes // cache.blocks * self._demand, self._scheduler.blocks.in_use / self._demand
+        )
         place = in_flight(earlier, self._rows.capacity)
         runs = plan.apart() if self._split_steps else (plan,)
         parts = [self._forward(run, place, earlier) for run in runs]
-        if plan.copies[0]:
-            source, target = (upload(np.array(part), self._device) for part in plan.copies)
+        if plan.copies:
+            source, target = (upload(np.array(part), self._device) for part in zip(*plan.copies, strict=True))
             cache.copy_blocks(source, target)
         if not len(plan.sampled):
             return None
@@ -311,7 +321,7 @@ class NativeEngine(ModuleEngine):
         beside = [self._rows.uniforms(plan.sampled, (place[plan.sampled] >= 0).astype(np.int64))]
         if earlier is not None:
             beside += earlier.wanted(place[plan.rows[: plan.decoding]])
-        tables, last, size = scheduler.tables, self._rows.last_token, store.room.block_size
+        tables, last, size = scheduler.blocks.tables, self._rows.last_token, store.room.block_size
         step, logits_of_R, (uniforms_R, *inserted) = step_input(
             plan, tables, last, scheduler.content, size, self._device, beside
         )

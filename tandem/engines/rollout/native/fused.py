@@ -21,7 +21,7 @@ from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
-from tandem.engines.rollout.native.paged import LayerShape, StepInput
+from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.weights import MAPS, Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
@@ -82,7 +82,7 @@ class _Layer:
     gate_up: _Linear
     down: _Linear
     next_norm_E: Tensor
-    window: int
+    sight: Sight
 
 
 class FusedRunner:
@@ -138,7 +138,9 @@ class FusedRunner:
         ]
         self._head_is_split = head_is_split(config, split)
         self._head = self._linear(held, "head" if "head" in held else "embedding")
-        self.layers = (LayerShape(heads.kv_heads, heads.head_dim, heads.head_dim),) * len(self._layers)
+        shape = (heads.kv_heads, heads.head_dim, heads.head_dim)
+        windows = [layer.sight.window_of(max_length) for layer in self._layers]
+        self.layers = tuple(LayerShape(*shape, window) for window in windows)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
         """Return the layout of the heads, with cos and sin tables from the model's rotary module."""
@@ -158,7 +160,7 @@ class FusedRunner:
             qk_norm_MD=self._norms.get(f"{name}.qk_norm"),
             mlp_norm_E=mlp_norm_E,
             next_norm_E=next_norm_E,
-            window=window,
+            sight=Sight(window),
         )
 
     def _linear(self, held: _Held, name: str) -> _Linear:
@@ -209,7 +211,7 @@ class FusedRunner:
                 layer.qkv(normed_RE), step.positions_T, layer.qk_norm_MD
             )
             attention.write(index, step, keys_RHD, values_RHD)
-            attended_RND = attention.attend(index, step, query_RND, window=layer.window)
+            attended_RND = attention.attend(index, step, query_RND, layer.sight)
             output_RE = summed(layer.output(attended_RND.flatten(1)))
             x_RE, normed_RE = self._ops.norm(x_RE, output_RE, layer.mlp_norm_E)
             down_RE = summed(layer.down(self._ops.gate(layer.gate_up(normed_RE))))

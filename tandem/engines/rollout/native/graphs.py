@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,20 +53,20 @@ class CudaCapture:
         return graph.replay
 
 
-_BY_ROW = ("ids_T", "positions_T", "slots_T", "lengths_S", "tables_SB", "logits_L")
+_BY_ROW = ("ids_T", "positions_T", "lengths_S", "logits_L")
 
 
-def _buffers(rows: int, max_blocks: int, device: torch.device, max_length: int) -> StepInput:
+def _buffers(rows: int, max_blocks: int, groups: int, device: torch.device, max_length: int) -> StepInput:
     """Create the fixed input buffers for a decode step of `rows` sequences. All rows are padding rows."""
     index = torch.arange(rows + 1, device=device)
     return StepInput(
         ids_T=torch.zeros_like(index[1:]),
         positions_T=torch.zeros_like(index[1:]),
-        slots_T=torch.full_like(index[1:], -1),
         starts_S1=index.int(),
         lengths_S=torch.ones_like(index[1:], dtype=torch.int32),
-        tables_SB=torch.zeros(rows, max_blocks, dtype=torch.int32, device=device),
         logits_L=index[:-1],
+        slots_GT=tuple(torch.full_like(index[1:], -1) for _ in range(groups)),
+        tables_GSB=tuple(torch.zeros(groups, rows, max_blocks, dtype=torch.int32, device=device)),
         max_query=1,
         max_length=max_length,
     )
@@ -102,8 +103,9 @@ class GraphedRunner:
 
     def __post_init__(self) -> None:
         self.sizes = graph_sizes(self.max_num_seqs)
-        longest = self.max_blocks * self.attention.cache.block_size
-        self._buffers = _buffers(self.sizes[-1], self.max_blocks, self.runner.device, longest)
+        cache = self.attention.cache
+        longest, groups = self.max_blocks * cache.block_size, len(cache.groups.windows)
+        self._buffers = _buffers(self.sizes[-1], self.max_blocks, groups, self.runner.device, longest)
         self.replays: dict[int, Work] = {}
         self._captured_over: tuple[Place, ...] = ()
         self._logits_LV: Tensor | None = None
@@ -118,8 +120,7 @@ class GraphedRunner:
         return not self.replays or self._captured_over == self._places()
 
     def _places(self) -> tuple[Place, ...]:
-        cache = self.attention.cache
-        return places((*self.runner.reads(), *cache.keys, *cache.values))
+        return places((*self.runner.reads(), *self.attention.cache.parts))
 
     @torch.inference_mode()
     def prepare(self, sizes: Collection[int]) -> None:
@@ -153,13 +154,15 @@ class GraphedRunner:
         The padding rows keep the ids, positions and tables of an earlier step, because these values do not
         matter.
         """
-        held, (rows, blocks) = self._buffers, step.tables_SB.shape
-        for name in ("ids_T", "positions_T", "slots_T", "lengths_S"):
+        held, rows = self._buffers, len(step.ids_T)
+        for name in ("ids_T", "positions_T", "lengths_S"):
             getattr(held, name)[:rows].copy_(getattr(step, name))
-        held.tables_SB[:rows, :blocks].copy_(step.tables_SB)
-        if rows < size:
-            held.slots_T[rows:size].fill_(-1)
-            held.lengths_S[rows:size].fill_(1)
+        for slots_T, given_T in zip(held.slots_GT, step.slots_GT, strict=True):
+            slots_T[:rows].copy_(given_T)
+            slots_T[rows:size].fill_(-1)
+        for tables_SB, given_SB in zip(held.tables_GSB, step.tables_GSB, strict=True):
+            tables_SB[:rows, : given_SB.shape[1]].copy_(given_SB)
+        held.lengths_S[rows:size].fill_(1)
 
     def _replay(self, size: int) -> Work | None:
         """Return a function that replays the graph of this size, or None if the capture fails."""
@@ -169,7 +172,8 @@ class GraphedRunner:
             if not self.replays:
                 self._captured_over = self._places()
             # The buffers contain no step yet, so the work may safely run twice.
-            self._buffers.slots_T.fill_(-1)
+            for slots_T in self._buffers.slots_GT:
+                slots_T.fill_(-1)
             try:
                 self.replays[needed] = self.capture(self._work(needed))
             except RuntimeError as error:
@@ -186,7 +190,9 @@ class GraphedRunner:
 
     def _work(self, size: int) -> Work:
         held = self._buffers
-        parts = {name: getattr(held, name)[:size] for name in _BY_ROW}
+        parts: dict[str, Any] = {name: getattr(held, name)[:size] for name in _BY_ROW}
+        for name in ("slots_GT", "tables_GSB"):
+            parts[name] = tuple(each[:size] for each in getattr(held, name))
         step = replace(held, starts_S1=held.starts_S1[: size + 1], **parts)
 
         def work() -> None:

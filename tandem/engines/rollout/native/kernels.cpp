@@ -161,6 +161,7 @@ struct Tile {
     const float *query[kTileRows];
     Element *out[kTileRows];
     int64_t first[kTileRows], last[kTileRows];  // the columns that each row sees
+    const float *sink[kTileRows];               // the logit of each row that has no value, or null
     const int32_t *table;
     int64_t head;
 
@@ -281,8 +282,8 @@ void attend_tile(const Tile &tile, const Tile &next, const Cache &cache, float s
     alignas(64) float scores[ROWS][kChunk], sums[ROWS][kMaxValueDim];
     float peak[ROWS], total[ROWS], scale[ROWS];
     for (int r = 0; r < ROWS; r++) {
-        peak[r] = -FLT_MAX;
-        total[r] = 0;
+        peak[r] = tile.sink[r] ? *tile.sink[r] : -FLT_MAX;
+        total[r] = tile.sink[r] ? 1 : 0;
         std::memset(sums[r], 0, cache.value_dim * sizeof(float));
     }
     const int64_t stop = tile.last[ROWS - 1] + 1;
@@ -343,11 +344,11 @@ void write(const Element *keys, int64_t key_token, int64_t key_head, const Eleme
 }
 
 // Attention of a step's tokens, query (tokens, heads, key_dim) float32, out (tokens, heads, value_dim). A
-// window or softcap of 0 means none.
+// window, chunk or softcap of 0 means none. `sinks` (heads) may be null.
 void attend(Element *out, const float *query, const Element *keys, const Element *values, const int32_t *starts,
             const int32_t *tables, int64_t table_width, const int64_t *positions, int64_t sequences, int64_t heads,
-            int64_t kv_heads, int64_t key_dim, int64_t value_dim, int64_t block_size, int64_t window, float softcap,
-            int threads) {
+            int64_t kv_heads, int64_t key_dim, int64_t value_dim, int64_t block_size, int64_t window, int64_t chunk,
+            float softcap, const float *sinks, int threads) {
     const Cache cache = {keys, values, kv_heads, key_dim, value_dim, block_size};
     const int64_t group = heads / kv_heads;
 #pragma omp parallel num_threads(threads)
@@ -364,14 +365,17 @@ void attend(Element *out, const float *query, const Element *keys, const Element
                 for (int64_t row = 0; row < rows; row += kTileRows) {
                     if (turn-- > 0) continue;
                     turn = team_size - 1;
-                    Tile next = {rows - row < kTileRows ? rows - row : kTileRows, {}, {}, {}, {},
+                    Tile next = {rows - row < kTileRows ? rows - row : kTileRows, {}, {}, {}, {}, {},
                                  tables + s * table_width, h};
                     for (int64_t r = 0; r < next.rows; r++) {
                         const int64_t t = begin + (row + r) / group, n = h * group + (row + r) % group;
                         next.query[r] = query + (t * heads + n) * key_dim;
                         next.out[r] = out + (t * heads + n) * value_dim;
                         next.last[r] = positions[t];
-                        next.first[r] = window > 0 && positions[t] >= window ? positions[t] - window + 1 : 0;
+                        const int64_t begins = chunk > 0 ? positions[t] / chunk * chunk : 0;
+                        const int64_t oldest = window > 0 ? positions[t] - window + 1 : 0;
+                        next.first[r] = begins > oldest ? begins : oldest;
+                        next.sink[r] = sinks ? sinks + n : nullptr;
                     }
                     run(next);
                     tile = next;

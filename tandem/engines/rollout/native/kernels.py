@@ -32,7 +32,7 @@ _COMPILE_SECONDS = 120.0
 _POINTER, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
     "write": (_POINTER, _SIZE, _SIZE) * 2 + (_POINTER,) * 3 + (_SIZE,) * 5 + (_INT,),
-    "attend": (_POINTER,) * 6 + (_SIZE, _POINTER) + (_SIZE,) * 7 + (_FLOAT, _INT),
+    "attend": (_POINTER,) * 6 + (_SIZE, _POINTER) + (_SIZE,) * 8 + (_FLOAT, _POINTER, _INT),
     "norm": (_POINTER,) * 4 + (_SIZE,) * 2 + (_FLOAT, _INT),
     "rotate": (_POINTER,) * 6 + (_FLOAT,) * 2 + (_SIZE,) * 4 + (_INT,),
     "gate": (_POINTER,) * 2 + (_SIZE,) * 2 + (_INT,),

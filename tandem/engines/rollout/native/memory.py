@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from tandem.engines.rollout.native.budget import CacheDemand
 from tandem.engines.rollout.native.lasting import lasting_bytes
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
-from tandem.memory.cache import DeviceMemory
+from tandem.memory.cache import DeviceMemory, LayerGroups, layer_groups
 from tandem.memory.host import host_free, host_total
 
 _SHARE_OF_CUDA, _SHARE_OF_HOST = 0.9, 0.5
@@ -31,6 +31,8 @@ class CacheRoom:
         split: The split of the layers. All ranks of the split have caches of the same size, so they must
             decide together.
         weights: The bytes of the rollout engine's own weights.
+        groups: The groups of layers that have their own block tables. A block that the user counts is one
+            block in each table.
         memory: The CUDA device's memory when the budget was measured.
     """
 
@@ -40,6 +42,7 @@ class CacheRoom:
     fixed: int | None = None
     split: LayerSplit = WHOLE
     weights: int = 0
+    groups: LayerGroups = field(default_factory=lambda: layer_groups([0]))
     memory: DeviceMemory | None = None
     _budget: int | None = None
 
@@ -55,7 +58,7 @@ class CacheRoom:
         The free memory is measured once. `forget` makes the next call measure it again.
         """
         if self.fixed is not None:
-            return self.fixed
+            return self.fixed * len(self.groups.windows)
         if self._budget is None:
             cuda = self.device.type == "cuda"
             self.memory = device_memory(self.device, self.weights) if cuda else None
@@ -105,7 +108,7 @@ class CacheRoom:
         longest, most = max(pending), self.most(per_block)
         self.check_longest(longest, per_block)
         if self.fixed is not None:
-            return self.fixed
+            return most
         blocks = min(sum(pending), capacity * longest, most)
         return blocks if blocks <= held else min(most, max(blocks, 2 * held))
 
@@ -126,8 +129,9 @@ class CacheRoom:
         most = self.most(per_block)
         if longest <= most:
             return
+        tables = len(self.groups.windows)
         needed, got = f"{longest} blocks", f"{most} blocks"
-        remedy = f"shorten sequences to {most * self.block_size} tokens, or raise this key"
+        remedy = f"shorten sequences to {most // tables * self.block_size} tokens, or raise this key"
         if self.fixed is None:
             held = held_bytes(self.device)
             beside = f" in addition to the {_mib(held)} that this process already holds" if held else ""
@@ -140,7 +144,7 @@ class CacheRoom:
             "the cache is too small for one sequence",
             field=self._field,
             got=got,
-            expected=f"{needed}, for {longest * self.block_size} tokens",
+            expected=f"{needed}, for the longest sequence",
             remedy=remedy,
         )
 

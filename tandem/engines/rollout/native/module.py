@@ -1,11 +1,8 @@
 """The runner for every causal LM whose attention uses transformers' attention interface.
 
 The runner calls the model's forward with all tokens of a step as one row. A special attention function reads
-and writes the paged KV cache.
-
-transformers builds no mask for an attention function without a registered mask function, and it detects
-packed sequences only when it builds a mask. So the attention function alone decides which columns a token
-attends to.
+and writes the paged KV cache. The layer's mask says which window or chunk the layer has, and brings the call
+of the step; see `tandem.models.masks`.
 
 The shape suffixes of `paged` apply. A leading 1 is the dimension of the single row.
 """
@@ -17,21 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.attention import Attention
-from tandem.engines.rollout.native.paged import LayerShape, StepInput
+from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
+from tandem.models.masks import Mask, attending, register_attention
 
 _ATTENTION = "tandem_rollout"
-_UNSUPPORTED = ("s_aux", "position_bias")
+_UNSUPPORTED = ("position_bias",)
 _REMEDY = "use rollout.name=hf for this model"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # their angles depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
-"""Computes attention from (layer, query (T, N, D), keys (T, H, D), values, window=, softcap=)."""
+"""Computes attention from (layer, query (T, N, D), keys (T, H, D), values, sight)."""
 
 
 class ModuleRunner:
@@ -55,28 +51,29 @@ class ModuleRunner:
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
         self.weight_bytes = weight_bytes(module.parameters())
-        found: dict[int, LayerShape] = {}
+        found: list[tuple[int, LayerShape]] = []
 
         def record_shape(
-            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **_: Any
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, sight: Sight
         ) -> Tensor:
             """Record the shape of a layer's keys and values, and return the attention output of one token.
 
             With only one token, the attention output is the token's value.
             """
-            found[layer] = LayerShape(keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
+            shape = (keys_THD.shape[1], keys_THD.shape[2], values_THD.shape[2])
+            found.append((layer, LayerShape(*shape, sight.window_of(max_length))))
             return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
 
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             self._forward(zero, zero, zero, record_shape)
         layers = range(config.num_hidden_layers)
-        if set(found) != set(layers):
+        if sorted(layer for layer, _ in found) != list(layers):
             raise _refusal(
-                "not every layer's attention uses transformers' attention interface",
-                got=f"{type(module).__name__}: {len(found)} of {len(layers)} layers",
+                "not every layer uses transformers' attention interface, once in a forward",
+                got=f"{type(module).__name__}: {len(found)} calls from {len(layers)} layers",
             )
-        self.layers = tuple(found[i] for i in layers)
+        self.layers = tuple(shape for _, shape in sorted(found))
 
     def renew(self, module: nn.Module) -> bool:
         """Return whether `module` is the module that this runner calls (see `Runner`)."""
@@ -97,21 +94,21 @@ class ModuleRunner:
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
         def paged(
-            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, **masking: Any
+            layer: int, query_TND: Tensor, keys_THD: Tensor, values_THD: Tensor, sight: Sight
         ) -> Tensor:
             attention.write(layer, step, keys_THD, values_THD)
-            return attention.attend(layer, step, query_TND, **masking)
+            return attention.attend(layer, step, query_TND, sight)
 
         return self._forward(step.ids_T, step.positions_T, step.logits_L, paged)
 
     def _forward(self, ids_T: Tensor, positions_T: Tensor, logits_L: Tensor, call: _Call) -> Tensor:
-        with borrowed(self._module, _ATTENTION):
+        with borrowed(self._module, _ATTENTION), attending(call):
             out = self._module(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
+                attention_mask=torch.ones_like(ids_T[None], dtype=torch.bool),
                 use_cache=False,
                 logits_to_keep=logits_L,
-                rollout_call=call,
             )
         logits: Tensor = out.logits[0]
         return logits
@@ -122,12 +119,11 @@ def _attention(
     query_1NTD: Tensor,
     key_1HTD: Tensor,
     value_1HTD: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     *,
-    rollout_call: _Call,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' attention interface.
@@ -135,31 +131,36 @@ def _attention(
     The function returns the output (1, T, N, value_dim), and None instead of attention weights.
     """
     unsupported = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if not isinstance(attention_mask, Mask):
+        unsupported.append("a mask that is not one of transformers.masking_utils")
     if unsupported:
         raise _refusal(f"this model's attention uses {', '.join(unsupported)}", got=type(layer).__name__)
     query_TND, keys_THD, values_THD = (part[0].transpose(0, 1) for part in (query_1NTD, key_1HTD, value_1HTD))
     query_TND = query_TND * (query_TND.shape[-1] ** -0.5 if scaling is None else scaling)
-    masking = {"window": sliding_window or 0, "softcap": softcap or 0.0}
-    out_TND = rollout_call(layer.layer_idx, query_TND, keys_THD, values_THD, **masking)
+    sight = Sight(attention_mask.window, attention_mask.chunk, softcap or 0.0, s_aux)
+    out_TND: Tensor = attention_mask.tokens(layer.layer_idx, query_TND, keys_THD, values_THD, sight)
     return out_TND[None], None
 
 
 def _check(config: Any, max_length: int) -> None:
-    unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        kinds = ", ".join(sorted(unknown))
-        raise _refusal("the model has layers other than full and sliding-window attention", got=kinds)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _ROPE_BY_LENGTH:
-        return
-    limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    if max_length > limit:
-        raise _refusal(
-            "the model's rotary angles change with the longest sequence of a batch",
-            got=f"rope type {rope['rope_type']} and sequences of up to {max_length} tokens",
-            expected=f"at most {limit} tokens",
-            remedy=f"{_REMEDY}, or use shorter sequences",
-        )
+    by_layer = [part for part in rope.values() if isinstance(part, dict)]
+    limits = {
+        f"rope type {part['rope_type']}": part.get("original_max_position_embeddings")
+        or config.max_position_embeddings
+        for part in by_layer or [rope]
+        if part.get("rope_type") in _ROPE_BY_LENGTH
+    }
+    if getattr(config, "attn_temperature_tuning", None):
+        limits["attn_temperature_tuning"] = config.floor_scale - 1
+    for name, limit in limits.items():
+        if max_length > limit:
+            raise _refusal(
+                "the model's arithmetic for a token depends on the other sequences of a batch",
+                got=f"{name} and sequences of up to {max_length} tokens",
+                expected=f"at most {limit} tokens",
+                remedy=f"{_REMEDY}, or use shorter sequences",
+            )
 
 
 def _refusal(message: str, *, got: str, expected: str | None = None, remedy: str = _REMEDY) -> EngineError:
@@ -167,4 +168,4 @@ def _refusal(message: str, *, got: str, expected: str | None = None, remedy: str
     return EngineError(message, field=field, got=got, expected=expected, remedy=remedy)
 
 
-AttentionInterface.register(_ATTENTION, _attention)
+register_attention(_ATTENTION, _attention)

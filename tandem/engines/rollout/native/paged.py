@@ -1,16 +1,17 @@
 """The paged KV cache and the step input of the native engine.
 
 The cache is divided into blocks of `block_size` tokens. A sequence's block table lists the sequence's blocks
-in order, so that token t is in slot `table[t // block_size] * block_size + t % block_size`. Sequences share
-blocks with the same content. A step mixes sequences that decode one token with chunks of prompts. The tokens
-of all sequences in a step are concatenated.
+in order, so that token t is in slot `table[t // block_size] * block_size + t % block_size`. There is one
+table for each group of layers with the same window (see `LayerGroups`). Entries of blocks behind the window
+have no meaning. Sequences share blocks with the same content. A step mixes sequences that decode one token
+with chunks of prompts. The tokens of all sequences in a step are concatenated.
 
 Keys are stored transposed within a block, (blocks, kv_heads, key_dim, block_size), so that one vector
 register holds one key coordinate of several adjacent tokens. Values are (blocks, kv_heads, block_size,
 value_dim).
 
-Shape suffixes: T tokens of a step, S sequences of a step, B blocks of the widest table, L tokens whose logits
-are requested, N query heads, H key heads, D head size, V vocabulary.
+Shape suffixes: T tokens of a step, S sequences of a step, B blocks of the widest table, G groups of layers, L
+tokens whose logits are requested, N query heads, H key heads, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,14 +24,61 @@ import torch
 from torch import Tensor
 
 from tandem.engines.rollout.native.lasting import Lasting
+from tandem.memory.cache import LayerGroups, layer_groups
 
 
 class LayerShape(NamedTuple):
-    """The shape of the KV-cache entry that one attention layer stores per token."""
+    """The shape of the KV-cache entry that one attention layer stores per token.
+
+    Attributes:
+        kv_heads: The number of key heads.
+        key_dim: The size of a key.
+        value_dim: The size of a value.
+        window: How many of the last tokens the layer needs. 0 means all tokens.
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the queries of a layer see, and how their scores become weights.
+
+    A query at position p sees the columns `first(p)` to p of its sequence.
+
+    Attributes:
+        window: Only the last `window` columns are seen. 0 means no limit.
+        chunk: Only columns of the query's own chunk are seen. Chunks begin at the multiples of `chunk`. 0
+            means no limit.
+        softcap: A score x is replaced by softcap * tanh(x / softcap). 0 means no softcap.
+        sinks_N: One more logit per query head in the softmax, which takes weight but has no value. None means
+            no such logit.
+    """
+
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks_N: Tensor | None = None
+
+    def window_of(self, max_length: int) -> int:
+        """Return how many of the last tokens a layer needs, of sequences up to `max_length`. 0 means all."""
+        return min((limit for limit in (self.window, self.chunk) if 0 < limit < max_length), default=0)
+
+    def first(self, positions: Tensor) -> Tensor:
+        """Return the first column that a query at each position sees."""
+        first = torch.zeros_like(positions)
+        if self.window:
+            first = (positions - self.window + 1).clamp(min=0)
+        if self.chunk:
+            first = torch.maximum(first, positions // self.chunk * self.chunk)
+        return first
+
+
+FULL = Sight()
+"""All columns up to the query's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +88,26 @@ class StepInput:
     Attributes:
         ids_T: int64, the token ids.
         positions_T: int64, each token's position in its sequence.
-        slots_T: int64, the cache slot for each token's key and value. -1 for a padding token.
         starts_S1: int32 (S+1), the index of each sequence's first token among the T tokens. The last entry is
             T.
         lengths_S: int32, the number of each sequence's tokens in the cache after this step's tokens are
             written.
-        tables_SB: int32, the block tables. Entries beyond a sequence's length may be any valid block.
         logits_L: int64, the tokens (indices into T) whose next-token logits are requested.
+        slots_GT: For each group of layers, int64 (T), the cache slot for each token's key and value. -1 for a
+            padding token.
+        tables_GSB: For each group of layers, int32 (S, B), the block tables. Entries beyond a sequence's
+            length, and those of blocks that no token sees, may be any valid block.
         max_query: The maximum number of tokens of a sequence in this step. 1 for a decode step.
         max_length: The largest number in `lengths_S`.
     """
 
     ids_T: Tensor
     positions_T: Tensor
-    slots_T: Tensor
     starts_S1: Tensor
     lengths_S: Tensor
-    tables_SB: Tensor
     logits_L: Tensor
+    slots_GT: tuple[Tensor, ...]
+    tables_GSB: tuple[Tensor, ...]
     max_query: int
     max_length: int
 
@@ -76,6 +126,11 @@ class PagedCache:
             device supports it.
 
     Attributes:
+        groups: The groups of layers that have their own block tables.
+        group: For each layer, the number of its group.
+        keys: For each layer, the keys of all blocks. Layers of different groups share the memory.
+        values: For each layer, the values of all blocks.
+        parts: The tensors that hold the keys and values, each once.
         memory: The memory of the cache, which can be freed. None unless `lasting` is set.
     """
 
@@ -87,17 +142,20 @@ class PagedCache:
     lasting: bool = False
 
     def __post_init__(self) -> None:
-        layers, blocks, block_size = tuple(self.layers), self.blocks, self.block_size
-        self.layers = layers
-        shapes = [(blocks, layer.kv_heads, layer.key_dim, block_size) for layer in layers]
-        shapes += [(blocks, layer.kv_heads, block_size, layer.value_dim) for layer in layers]
+        self.layers = tuple(self.layers)
+        self.groups = groups_of(self.layers)
+        blocks, block_size, kinds = self.blocks, self.block_size, self.layers[: self.groups.size]
+        shapes = [(blocks, kind.kv_heads, kind.key_dim, block_size) for kind in kinds]
+        shapes += [(blocks, kind.kv_heads, block_size, kind.value_dim) for kind in kinds]
         self.memory: Lasting | None = None
         if self.lasting:
             self.memory = Lasting([(shape, self.dtype) for shape in shapes], self.device)
-            parts = self.memory.tensors
+            self.parts = list(self.memory.tensors)
         else:
-            parts = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
-        self.keys, self.values = parts[: len(layers)], parts[len(layers) :]
+            self.parts = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+        self.group = [group for group, _ in self.groups.places]
+        self.keys = [self.parts[place] for _, place in self.groups.places]
+        self.values = [self.parts[len(kinds) + place] for _, place in self.groups.places]
 
     @property
     def bytes(self) -> int:
@@ -108,12 +166,23 @@ class PagedCache:
 
         All targets must be distinct, and no target may be a source.
         """
-        for part in (*self.keys, *self.values):
+        for part in self.parts:
             part[target] = part[source]
 
 
+def groups_of(layers: Sequence[LayerShape]) -> LayerGroups:
+    """Return the groups of layers with their own block tables.
+
+    Layers of different sizes cannot share blocks. Then there is one group, which keeps all tokens.
+    """
+    alike = len({layer[:3] for layer in layers}) == 1
+    return layer_groups([layer.window if alike else 0 for layer in layers])
+
+
 def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    return sum(layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers) * dtype.itemsize
+    """Return the bytes of one token in a block: those of its keys and values in the layers of one group."""
+    kinds = layers[: groups_of(layers).size]
+    return sum(kind.kv_heads * (kind.key_dim + kind.value_dim) for kind in kinds) * dtype.itemsize
 
 
 def dense_rows(tensor: Tensor) -> Tensor:

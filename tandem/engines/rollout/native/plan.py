@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ class Plan:
     decoding: int
     sampled: Index
     source: Index
-    copies: tuple[list[int], list[int]]
+    copies: list[tuple[int, int]]
 
     def apart(self) -> tuple[Plan, ...]:
         """Split the step into one for the decoding rows and one for the prompts.
@@ -52,7 +53,7 @@ class Plan:
             return (self,)
         names = ("rows", "first", "counts", "sampled", "source")
         decoding, prompts = (
-            replace(self, copies=([], []), **{name: getattr(self, name)[part] for name in names})
+            replace(self, copies=[], **{name: getattr(self, name)[part] for name in names})
             for part in (slice(first), slice(first, None))
         )
         return decoding, replace(prompts, decoding=0, source=prompts.source - first)
@@ -60,7 +61,7 @@ class Plan:
 
 def step_input(
     plan: Plan,
-    tables: NDArray[np.int32],
+    tables: Sequence[NDArray[np.int32]],
     last_token: Index,
     content: Callable[[int], Index],
     block_size: int,
@@ -71,7 +72,7 @@ def step_input(
 
     Args:
         plan: The step.
-        tables: The block table of every row.
+        tables: For each group of layers, the block table of every row.
         last_token: The last accepted token of every row. This is the input token of a decoding row.
         content: A function that returns a row's prompt and accepted tokens.
         block_size: The number of tokens per block.
@@ -84,7 +85,7 @@ def step_input(
     """
     lengths_S = plan.first + plan.counts
     max_length = int(lengths_S.max())
-    tables_SB = tables[plan.rows, : -(-max_length // block_size)]
+    tables_GSB = [table[plan.rows, : -(-max_length // block_size)] for table in tables]
     starts_S1 = np.zeros(len(plan.rows) + 1, dtype=np.int32)
     np.cumsum(plan.counts, out=starts_S1[1:])
     ids_T = last_token[plan.rows[: plan.decoding]]
@@ -97,11 +98,18 @@ def step_input(
         ids_T = np.concatenate((ids_T, *chunks))
         wanted, logits_of = np.unique(plan.source, return_inverse=True)
     block_T, offset_T = np.divmod(positions_T, block_size)
-    slots_T = tables_SB[owners_T, block_T].astype(np.int64) * block_size + offset_T
+    slots_GT = [table[owners_T, block_T].astype(np.int64) * block_size + offset_T for table in tables_GSB]
     logits_L = starts_S1[1:][wanted].astype(np.int64) - 1
     shared = [logits_of] if len(logits_of) != len(wanted) else []
-    arrays = (ids_T, positions_T, slots_T, starts_S1, lengths_S.astype(np.int32), tables_SB, logits_L)
-    sent = iter(to_device([torch.from_numpy(array) for array in (*arrays, *shared, *beside)], device))
-    parts = {name: next(sent) for name in StepInput.__slots__[: len(arrays)]}
-    step = StepInput(**parts, max_query=int(plan.counts.max()), max_length=max_length)
+    flat = (ids_T, positions_T, starts_S1, lengths_S.astype(np.int32), logits_L)
+    arrays = (*flat, *slots_GT, *tables_GSB, *shared, *beside)
+    sent = iter(to_device([torch.from_numpy(array) for array in arrays], device))
+    parts = {name: next(sent) for name in StepInput.__slots__[: len(flat)]}
+    step = StepInput(
+        **parts,
+        slots_GT=tuple(islice(sent, len(tables))),
+        tables_GSB=tuple(islice(sent, len(tables))),
+        max_query=int(plan.counts.max()),
+        max_length=max_length,
+    )
     return step, next(sent) if shared else None, list(sent)

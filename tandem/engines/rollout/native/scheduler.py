@@ -16,18 +16,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.rows import Rows
-from tandem.engines.rollout.native.blocks import BlockManager, Blocks, chain
+from tandem.engines.rollout.native.blocks import chain
 from tandem.engines.rollout.native.plan import Index, Plan
+from tandem.engines.rollout.native.tables import BlockTables
 from tandem.protocol import Request
-
-_Count = TypeVar("_Count", int, Index)
 
 # While other sequences run, waiting requests are admitted only when 1/16 of the rows is free. Prompts then
 # arrive in groups, so more steps only decode, and such steps are cheaper.
@@ -50,7 +48,7 @@ class _Draft:
     counts: list[int]
     sampled: list[int]
     source: list[int]
-    copies: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    copies: list[tuple[int, int]] = field(default_factory=list)
     leaders: dict[bytes, int | None] = field(default_factory=dict)
 
 
@@ -73,12 +71,11 @@ class Scheduler:
         caching: Whether prompts reuse cached blocks with the same content.
 
     Attributes:
-        blocks: The manager of the blocks' reference counts. `use_cache` creates it.
+        blocks: The block tables of the rows, and the pool of blocks.
         waiting: The queue of requests that have no row yet.
         computed: For each row, the number of tokens whose keys and values are in the cache, or are computed
             by a launched step.
         length: For each row, the number of its tokens, including sampled tokens that are not accepted yet.
-        tables: (capacity, blocks of the longest sequence) int32, the block table of each row.
     """
 
     rows: Rows
@@ -91,49 +88,31 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         column = self.rows.column
-        self.blocks = BlockManager(0)
+        self.blocks = BlockTables(self.rows, self.block_size, self.max_length)
         self.waiting: deque[Request] = deque()
         self.computed = column(np.int64)
         self.length = column(np.int64)
-        self._held = column(np.int64)
         self._prompt_length = column(np.int64)
         self._arrival = column(np.int64)
         self._prompt = column(object, None)  # the prompt as bytes, to compare prompts
         self._digests = column(object, None)  # of full blocks; None if they must never be reused
-        self.tables = column(np.int32, width=(self.blocks_for(self.max_length),))
         self._arrivals = 0
         self._root = 0  # the first input of all digests
 
-    def blocks_for(self, tokens: _Count) -> _Count:
-        return -(-tokens // self.block_size)
+    @property
+    def step(self) -> int:
+        """Return the maximum number of tokens of one sequence that a step computes."""
+        return self.max_num_batched_tokens if self.chunked else self.max_length
 
     @property
     def running(self) -> int:
         """Return how many sequences have blocks."""
-        return int(np.count_nonzero(self._held[: self.rows.count]))
-
-    @property
-    def held(self) -> int:
-        """Return how many blocks are in use by sequences."""
-        return self.blocks.blocks - self.blocks.free
+        return int(np.count_nonzero(self.blocks.held[: self.rows.count]))
 
     @property
     def use(self) -> float:
         """Return the fraction of all blocks that are in use by sequences."""
-        return self.held / self.blocks.blocks if self.blocks.blocks else 0.0
-
-    def check(self) -> None:
-        """Assert that the sequences' tables and the block manager agree, and that no block is lost."""
-        self.blocks.check([self._table(row) for row in range(self.rows.count)])
-
-    def _table(self, row: int) -> Blocks:
-        table: Blocks = self.tables[row, : self._held[row]]
-        return table
-
-    def use_cache(self, blocks: int) -> None:
-        """Switch to another cache with `blocks` blocks. No sequence may have blocks when this is called."""
-        self.blocks = BlockManager(blocks)
-        self.tables[:] = 0  # entries beyond a sequence's length must be valid blocks of this cache
+        return self.blocks.in_use / self.blocks.pool.blocks if self.blocks.pool.blocks else 0.0
 
     # The methods below add and remove sequences.
 
@@ -160,10 +139,10 @@ class Scheduler:
         again.
         """
         self._root += 1
-        self.blocks.forget()
+        self.blocks.pool.forget()
         for row in range(self.rows.count):
             self._digests[row] = None
-            if not self.rows.produced[row] or not self._held[row]:
+            if not self.rows.produced[row] or not self.blocks.held[row]:
                 self._release(row)
 
     def restart(self) -> None:
@@ -171,17 +150,17 @@ class Scheduler:
 
         Every sequence is computed again from its accepted tokens.
         """
-        self.blocks = BlockManager(self.blocks.blocks)
+        self.blocks.restart()
         rows = slice(0, self.rows.count)
-        self._held[rows] = self.computed[rows] = 0
+        self.computed[rows] = 0
         self.length[rows] = self._prompt_length[rows] + self.rows.produced[rows]
         for row in range(self.rows.count):
             self._digests[row] = []
 
     def _release(self, row: int) -> None:
         self._remember(row, int(self.computed[row]))
-        self.blocks.release(self._table(row))
-        self._held[row] = self.computed[row] = 0
+        self.blocks.release(row)
+        self.computed[row] = 0
         self._digests[row] = []
 
     def _remember(self, row: int, computed: int) -> None:
@@ -192,8 +171,7 @@ class Scheduler:
         known: list[bytes] | None = self._digests[row]
         if self.caching and known is not None:
             self._extend(known, self.content(row)[:computed])
-            full = computed // self.block_size
-            self.blocks.remember(self.tables[row, :full], known[:full])
+            self.blocks.remember(row, known[: computed // self.block_size])
 
     def _extend(self, known: list[bytes], ids: Index) -> None:
         chain(self._root.to_bytes(8), known, ids, self.block_size)
@@ -211,13 +189,14 @@ class Scheduler:
         The sampled tokens of the last step may still be in flight. All tokens of earlier steps must have been
         accepted.
         """
+        self.blocks.release_behind(self.computed[: self.rows.count])
         preempted = self.counters.preemptions
         decode = self._decode()
         count, first = len(decode), decode.tolist()
         budget = max(0, self.max_num_batched_tokens - count)
         draft = _Draft(budget, count, first, [1] * count, list(first), list(range(count)))
         rows = slice(0, self.rows.count)
-        begun = (self._held[rows] > 0) & (self.computed[rows] < self.length[rows])
+        begun = (self.blocks.held[rows] > 0) & (self.computed[rows] < self.length[rows])
         begun &= self.length[rows] - self._prompt_length[rows] < self.rows.max_tokens[rows]
         begun[decode] = False
         for row in self._by_arrival(begun):
@@ -242,15 +221,14 @@ class Scheduler:
             written = length - self._prompt_length[rows]
             ready = (computed + 1 == length) & (written > 0) & (written < self.rows.max_tokens[rows])
             decode = np.flatnonzero(ready)
-            full = decode[computed[decode] == self._held[decode] * self.block_size]
-            if len(full) <= self.blocks.free:
+            full = decode[computed[decode] == self.blocks.held[decode] * self.block_size]
+            if len(full) <= self.blocks.free_entries:
                 break
-            holding = np.flatnonzero(self._held[rows])
+            holding = np.flatnonzero(self.blocks.held[rows])
             self._release(int(holding[self._arrival[holding].argmax()]))
             self.counters.preemptions += 1
         if len(full):
-            self.tables[full, self._held[full]] = self.blocks.allocate(len(full))
-            self._held[full] += 1
+            self.blocks.append(full)
         return decode
 
     def _by_arrival(self, mask: NDArray[np.bool_]) -> list[int]:
@@ -259,9 +237,10 @@ class Scheduler:
         return ordered
 
     def _add(self, row: int, draft: _Draft) -> None:
-        """Add the row's next tokens to the step: all missing tokens, or as many as the budget allows."""
-        missing = int(self.length[row] - self.computed[row])
-        count = min(missing, draft.budget) if self.chunked else missing
+        """Add the row's missing tokens to the step, or as many as the budget and the free blocks allow."""
+        computed = int(self.computed[row])
+        missing = int(self.length[row]) - computed
+        count = min(missing, draft.budget, self.blocks.reach(row) - computed) if self.chunked else missing
         fresh = not self.rows.produced[row]
         if fresh:
             draft.leaders[self._prompt[row]] = len(draft.rows) if count == missing else None
@@ -273,7 +252,8 @@ class Scheduler:
         draft.rows.append(row)
         draft.counts.append(count)
         draft.budget = max(0, draft.budget - count)
-        self._remember(row, int(self.computed[row]) + count)
+        self.blocks.extend(row, computed + count)
+        self._remember(row, computed + count)
 
     def _admit(self) -> None:
         """Move waiting requests to free rows of the table."""
@@ -284,7 +264,8 @@ class Scheduler:
             return
         requests = [self.waiting.popleft() for _ in range(batch)]
         rows = self.rows.add(requests)
-        self.computed[rows] = self._held[rows] = 0
+        self.blocks.clear(rows)
+        self.computed[rows] = 0
         self._arrival[rows] = np.arange(self._arrivals, self._arrivals + batch)
         self._arrivals += batch
         for row, request in zip(rows.tolist(), requests, strict=True):
@@ -294,7 +275,7 @@ class Scheduler:
 
     def _start(self, draft: _Draft) -> None:
         """Start the rows that have no blocks, oldest first, until there are too few free blocks for a row."""
-        for row in self._by_arrival(self._held[: self.rows.count] == 0):
+        for row in self._by_arrival(self.blocks.held[: self.rows.count] == 0):
             if self.rows.produced[row] or self._prompt[row] not in draft.leaders:
                 started = self._begin(row, draft)
             else:
@@ -304,7 +285,7 @@ class Scheduler:
                 return
 
     def _begin(self, row: int, draft: _Draft) -> bool:
-        """Allocate blocks for a row, and add the tokens after its cached prefix to the step.
+        """Start a row, and add the tokens after its cached prefix to the step.
 
         The last token is always computed, even if it is cached, because its logits are needed.
         """
@@ -312,16 +293,13 @@ class Scheduler:
         if self.caching:
             self._extend(known, self.content(row))
         found = self.blocks.find(known[: (length - 1) // self.block_size])
-        reused = len(found) * self.block_size
+        reused = found.length * self.block_size
         alone = len(draft.rows) == draft.decoding
         fits = length - reused <= draft.budget or (draft.budget > 0 if self.chunked else alone)
-        added = self.blocks_for(length) - len(found)
-        if not fits or not self._spare(row, added + self.blocks.idle(found)):
+        added = self.blocks.groups.blocks(length - reused, self.step, self.block_size)
+        if not fits or not self._spare(row, added + self.blocks.pool.idle(np.concatenate(found.blocks))):
             return False
-        self.blocks.share(found)
-        self.tables[row, : len(found)] = found
-        self.tables[row, len(found) : len(found) + added] = self.blocks.allocate(added)
-        self._held[row] = len(found) + added
+        self.blocks.share(row, found)
         self.computed[row] = reused
         self.counters.cached_prefix_tokens += reused
         self._add(row, draft)
@@ -329,18 +307,11 @@ class Scheduler:
 
     def _fork(self, row: int, leader: int, draft: _Draft) -> bool:
         """Let the row share the blocks of the prompt that draft.rows[leader] completes in this step."""
-        shared, rest = divmod(int(self.length[row]), self.block_size)
-        if not self._spare(row, rest > 0):
+        length = int(self.length[row])
+        if not self._spare(row, len(self.blocks.tables) if length % self.block_size else 0):
             return False
-        table = self._table(draft.rows[leader])
-        self.blocks.share(table[:shared])
-        self.tables[row, :shared] = table[:shared]
-        if rest:
-            [copy] = self.tables[row, shared : shared + 1] = self.blocks.allocate(1)
-            draft.copies[0].append(int(table[shared]))
-            draft.copies[1].append(int(copy))
-        self._held[row] = shared + (rest > 0)
-        self.computed[row] = self.length[row]
+        draft.copies += self.blocks.fork(row, draft.rows[leader], length)
+        self.computed[row] = length
         self._digests[row] = list(self._digests[draft.rows[leader]])
         draft.sampled.append(row)
         draft.source.append(leader)
@@ -352,9 +323,10 @@ class Scheduler:
         Without this margin, a sequence would soon be preempted.
         """
         rows = slice(0, self.rows.count)
-        if not self._held[rows].any():
+        held = self.blocks.held[rows]
+        if not held.any():
             return True  # the cache is always large enough for the longest sequence
-        most = self.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
-        growing = np.count_nonzero((self._held[rows] > 0) & (self._held[rows] < most))
-        growing += self.blocks_for(int(self.length[row])) < most[row]
-        return bool(self.blocks.free - blocks >= growing)
+        most = self.blocks.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
+        growing = np.count_nonzero((held > 0) & (held < most))
+        growing += self.blocks.blocks_for(int(self.length[row])) < most[row]
+        return bool(self.blocks.pool.free - blocks >= growing * len(self.blocks.tables))

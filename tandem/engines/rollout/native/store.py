@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tandem.engines.rollout.native.attention import Attention, AttentionName, make_attention
 from tandem.engines.rollout.native.budget import CacheDemand, cache_message
 from tandem.engines.rollout.native.memory import CacheRoom
-from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token
+from tandem.engines.rollout.native.paged import PagedCache, bytes_per_token, groups_of
 from tandem.engines.rollout.native.runner import Runner
 
 
@@ -81,7 +81,7 @@ class Store:
         shape = (runner.layers, blocks, self.room.block_size, runner.dtype, runner.device)
         cache = PagedCache(*shape, lasting=self.lasting)
         if old is not None:
-            for new, held in zip((*cache.keys, *cache.values), (*old.keys, *old.values), strict=True):
+            for new, held in zip(cache.parts, old.parts, strict=True):
                 new[: old.blocks] = held
         self.cache, self.attention, self.blocks = cache, make_attention(cache, self.name), blocks
 
@@ -126,10 +126,8 @@ class Store:
 
     def demand(self, runner: Runner) -> CacheDemand:
         """Return the demand of the maximum number of sequences at the maximum length."""
-        size = self.room.block_size
-        return CacheDemand(
-            self.sequences, self.longest, -(-self.longest // size), self.per_block(runner), size
-        )
+        blocks = groups_of(runner.layers).blocks(self.longest, 1, self.room.block_size)
+        return CacheDemand(self.sequences, self.longest, blocks, self.per_block(runner))
 
     def cache_message(self, runner: Runner) -> str:
         """Return a sentence for the user about the cache (see `budget.cache_message`)."""

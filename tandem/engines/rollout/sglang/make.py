@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from tandem.config.rollout import EngineConfig, RolloutConfig
 from tandem.engines.rollout.base import RolloutEngine
@@ -30,7 +30,6 @@ def make_sglang_engine(
     rollout: EngineConfig,
     common: dict[str, Any],
     *,
-    tokenizer: PreTrainedTokenizerBase | None,
     model_path: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -44,7 +43,6 @@ def make_sglang_engine(
     Args:
         rollout: The config of the engine.
         common: The arguments max_length, max_num_seqs, decode and log of the engine.
-        tokenizer: The tokenizer of the prompts. Its size is the vocabulary that prompts may use.
         model_path: A Hugging Face model folder.
         dtype: The dtype of the weights that the engine will get.
         device: The device of this process. A server that is started here uses the same device.
@@ -59,7 +57,7 @@ def make_sglang_engine(
     """
     server = rollout.server
     config = AutoConfig.from_pretrained(model_path)
-    options = common | {"config": config, "vocabulary": None if tokenizer is None else len(tokenizer)}
+    options = common | {"config": config, "vocabulary": config.get_text_config().vocab_size}
     if server.urls:
         elsewhere = options | {"decode": None, "weights": _way(rollout, device)}
         return on_servers(rollout, partial(SGLangEngine, **elsewhere), log=log, share=share)

@@ -37,11 +37,13 @@ ROUNDING = 1e-5  # more than the difference of this model's float32 logits betwe
 Id = tuple[str, int]
 
 
-def build_model(dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model with two layers and peaked distributions."""
+def build_model(dtype: torch.dtype, window: int = 0) -> PreTrainedModel:
+    """Build a model with two layers and peaked distributions. A window is that of the first layer."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes)).to(dtype).eval()
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
+    kinds = kinds | {"use_sliding_window": True} if window else {}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes | kinds)).to(dtype).eval()
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -152,10 +154,10 @@ def _run(
         idle_polls = 0 if engine.progress() > written or not open_ids else idle_polls + 1
         assert idle_polls < 100, "no token was written in 100 steps"
         if rng.random() < 0.02:
-            engine._scheduler.check()
-    engine._scheduler.check()
+            engine._scheduler.blocks.check()
+    engine._scheduler.blocks.check()
     blocks = engine._scheduler.blocks
-    assert blocks.free == blocks.blocks > 0, "blocks are held although no sequence runs"
+    assert blocks.in_use == 0 < blocks.pool.blocks, "blocks are held although no sequence runs"
     out.stats = engine.stats()
     return out
 

@@ -21,8 +21,8 @@ either_order = pytest.mark.parametrize("run_ahead", [False, True])
 
 def drain(engine):
     samples = drain_only(engine)
-    engine._scheduler.check()
-    assert engine._scheduler.blocks.free == engine._scheduler.blocks.blocks
+    engine._scheduler.blocks.check()
+    assert engine._scheduler.blocks.in_use == 0
     return samples
 
 

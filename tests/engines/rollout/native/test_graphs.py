@@ -18,7 +18,7 @@ def attention_over(runner):
     """Return the attention over a cache with content everywhere."""
     cache = PagedCache(runner.layers, BLOCKS, BLOCK, runner.dtype, CPU)
     generator = torch.Generator().manual_seed(1)
-    for part in (*cache.keys, *cache.values):
+    for part in cache.parts:
         part.copy_(torch.randn(part.shape, generator=generator, dtype=part.dtype))
     return make_attention(cache, "torch")
 

@@ -110,7 +110,7 @@ def test_on_cuda_the_cache_gets_what_training_leaves(cuda):
 
 
 def test_copies_of_weights_are_made_where_they_leave_the_cache_its_need(cuda):
-    room, wanted = CacheRoom(CUDA, None, 16), CacheDemand(52, 160, 10, GIB // 10, 16)
+    room, wanted = CacheRoom(CUDA, None, 16), CacheDemand(52, 160, 10, GIB // 10)
     assert wanted.bytes <= 52 * GIB < wanted.bytes + GIB
     assert room.copies_pay(4 * GIB, wanted, returned=False)  # 80 - 20 - 4 - 4 = 52
     assert not room.copies_pay(5 * GIB, wanted, returned=False)
@@ -133,7 +133,7 @@ def test_a_cache_is_taken_again_although_graphs_have_come(cuda):
 PARAMETERS = 1_543_714_304  # Qwen2.5-1.5B
 PER_TOKEN = 28 * 2 * 2 * 128 * 2  # 28 layers, keys and values of 2 heads of 128, bf16
 H100 = 85_029_158_912  # bytes that the driver reports for an 80 GB device
-NEED = CacheDemand(256, 7680, 480, 16 * PER_TOKEN, 16)
+NEED = CacheDemand(256, 7680, 480, 16 * PER_TOKEN)
 
 
 def trained(parameter_bytes, total=H100):
@@ -158,10 +158,10 @@ def test_a_share_that_is_too_small_is_told_with_the_one_that_is_not():
     memory = trained(12)
     assert NEED.bytes == 256 * 7680 * 28 * 1024 == 52.5 * GIB <= memory.cache(0.9)
     text = told(memory, 0.9)
-    assert "1,966,080 tokens (52.5 GiB)" in text and text.endswith("which is max_num_seqs")
-    assert "256 sequences of 7,680 tokens" in text
+    assert text.startswith("cache: 52.5 GiB, enough for 256 sequences of 7,680 tokens at a time")
+    assert text.endswith("which is max_num_seqs")
     text = told(memory, 0.5)
-    assert "cache: 1,2" in text and "159 sequences of 7,680" in text and "max_num_seqs is 256" in text
+    assert "cache: 32.8 GiB" in text and "159 sequences of 7,680" in text and "max_num_seqs is 256" in text
     remedy = float(text.rsplit(" ", 1)[1])
     assert text.endswith(f"; raise gpu_memory_utilization to {remedy}")
     assert memory.cache(remedy) >= NEED.bytes > memory.cache(remedy - 0.01)
@@ -184,7 +184,7 @@ def test_what_no_share_can_hold_and_a_number_of_blocks_set_by_hand_are_told():
     text = told(trained(0, 24 * GIB), 0.9)
     most = (24 * GIB - 2 * PARAMETERS - 2 * GIB) // (480 * 16 * PER_TOKEN)
     assert f"can hold at most {most}" in text and "more devices" in text
-    text = cache_message(CacheDemand(8, 100, 7, 16 * PER_TOKEN, 16), 20, None, 0.9)
+    text = cache_message(CacheDemand(8, 100, 7, 16 * PER_TOKEN), 20, None, 0.9)
     assert "2 sequences of 100 tokens" in text and "max_num_seqs is 8" in text
     assert text.endswith("raise num_gpu_blocks_override")
 

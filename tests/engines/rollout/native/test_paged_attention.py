@@ -8,7 +8,7 @@ import torch
 from tandem.engines.rollout.native.attention import make_attention
 from tandem.engines.rollout.native.attention.cpu import CPUAttention, why_not_cpu
 from tandem.engines.rollout.native.attention.torch import TorchAttention
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache, Sight
 from tandem.errors import EngineError
 from tests.engines.rollout.case import CPU
 from tests.engines.rollout.native.paged_case import DECODE, MIXED, Case, threads
@@ -44,15 +44,20 @@ def case_of(name, sequences, dtype, **shape):
 
 @every_attention
 @pytest.mark.parametrize(
-    ("window", "softcap"), [(0, 0.0), (1, 0.0), (20, 0.0), (100, 0.0), (0, 3.0), (5, 2.0)]
-)
+    ("window", "chunk", "softcap", "sinks"),
+    [(1, 0, 0.0, False), (100, 0, 0.0, False), (0, 0, 3.0, False), (0, 0, 0.0, True), (0, 128, 0.0, False),
+     (20, 0, 0.0, True), (5, 7, 2.0, True)],
+)  # fmt: skip
 @pytest.mark.parametrize("sequences", [MIXED, DECODE], ids=["mixed", "decode"])
-def test_windows_and_softcaps(name, dtype, tolerance, window, softcap, sequences):
-    case = case_of(name, sequences, dtype, key_dim=32, group=7 if window else 1)
+def test_what_queries_see(name, dtype, tolerance, window, chunk, softcap, sinks, sequences):
+    group = 7 if window else 1
+    sinks_N = 2 * torch.randn(2 * group) + 1 if sinks else None
+    sight = Sight(window, chunk, softcap, None if sinks_N is None else sinks_N.to(dtype))
+    case = case_of(name, sequences, dtype, key_dim=32, group=group, sight=sight)
     case.query *= 3 if softcap else 1
     for count in (1, 2) if name == "cpu" else (1,):
         with threads(count):
-            case.check(name, tolerance, window, softcap)
+            case.check(name, tolerance)
 
 
 @every_attention
@@ -98,9 +103,9 @@ def test_nan_is_not_hidden():
 @every_attention
 def test_writes_every_token_into_its_slot_and_nothing_else(name, dtype, tolerance):
     case = case_of(name, [(20, 3), (9, 1), (7, 7)], dtype, kv_heads=3, key_dim=24, value_dim=40)
-    case.step.slots_T[[1, 3]] = -1  # tokens without a slot
-    slots = case.step.slots_T[case.step.slots_T >= 0]
-    kept, blocks, offsets = case.step.slots_T >= 0, slots // 16, slots % 16
+    case.step.slots_GT[0][[1, 3]] = -1  # tokens without a slot
+    slots = case.step.slots_GT[0][case.step.slots_GT[0] >= 0]
+    kept, blocks, offsets = case.step.slots_GT[0] >= 0, slots // 16, slots % 16
     cache, keys, values = case.cache, case.cache.keys[0].clone(), case.cache.values[0].clone()
     keys[blocks, :, :, offsets], values[blocks, :, offsets] = case.new_keys[kept], case.new_values[kept]
     joined = torch.cat((case.new_keys, case.new_values), -1)  # views of a wider projection

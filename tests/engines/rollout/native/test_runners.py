@@ -9,8 +9,6 @@ from transformers import (
     AttentionInterface,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
 )
 
 from tandem.engines.rollout.borrowed import borrowed
@@ -28,7 +26,7 @@ from tests.support.refusing import refused
 
 BLOCK = 16
 FUSED = ["qwen2", "qwen3", "qwen3_window", "llama3_rope", "mistral", "mistral_window"]
-MODULE_ONLY = ["gemma", "gemma2", "gemma3_text"]
+MODULE_ONLY = ["gemma", "gemma2", "gemma3_text", "gpt_oss", "llama4"]
 # Whole prompts, chunks with earlier context, decode, and all of them mixed: of each sequence its number, and
 # the first and last + 1 of the tokens that run. Sequence 2 starts on a block that it shares with sequence 0.
 STEPS = [
@@ -47,14 +45,15 @@ def sequences():
     return tokens
 
 
-def step_input(sequences, shares):
+def step_input(sequences, shares, groups=1):
     """Return the step over scattered blocks out of 64, none of them 0."""
-    tables = torch.randperm(63, generator=torch.Generator().manual_seed(4))[:28].view(4, 7).int() + 1
-    tables[2, 0] = tables[0, 0]
+    numbers = torch.randperm(63, generator=torch.Generator().manual_seed(4))
+    tables = numbers[: 28 * groups].view(groups, 4, 7) + 1
+    tables[:, 2, 0] = tables[:, 0, 0]
     numbers, starts, stops = (list(column) for column in zip(*shares, strict=True))
     counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
     ids = torch.cat([sequences[number][start:stop] for number, start, stop in shares])
-    return step_of(tables[numbers], stops, counts, BLOCK, ids)
+    return step_of(tables[:, numbers], stops, counts, BLOCK, ids)
 
 
 def plain_capped(layer, query, key, value, mask, scaling, softcap, sliding_window, **_):
@@ -75,7 +74,8 @@ def attention_of(runner, name="torch"):
 def logits_of(runner, sequences, attention="torch"):
     over = attention_of(runner, attention)
     with torch.inference_mode():
-        return torch.cat([runner.forward(step_input(sequences, shares), over) for shares in STEPS])
+        steps = [step_input(sequences, shares, len(over.cache.groups.windows)) for shares in STEPS]
+        return torch.cat([runner.forward(step, over) for step in steps])
 
 
 def reference(model, sequences):
@@ -99,7 +99,8 @@ def test_runners_and_full_forward_agree(model, tiny, sequences):
         assert (expected - reference(tiny("mistral", torch.float64), sequences)).abs().max() > 0.1
     automatic = make_runner("auto", module, 64)
     assert type(automatic) is (FusedRunner if model in FUSED else ModuleRunner)
-    few = replace(step_input(sequences, STEPS[0]), logits_L=torch.tensor([8, 2]))  # only some are wanted
+    few = step_input(sequences, STEPS[0], len(attention_of(automatic).cache.groups.windows))
+    few = replace(few, logits_L=torch.tensor([8, 2]))  # only some are wanted
     for runner in (automatic, ModuleRunner(module, 64)):
         torch.testing.assert_close(logits_of(runner, sequences), expected, atol=1e-10, rtol=0)
         with torch.inference_mode():
@@ -161,13 +162,9 @@ def test_products_have_few_shapes():
 
 
 def test_other_attention_is_refused(tiny):
-    sizes = SIZES | {"intermediate_size_mlp": 32, "num_hidden_layers": 4, "num_local_experts": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    chunked = Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads, attention_chunk_size=8))
-    refused(EngineError, lambda: ModuleRunner(chunked, 64), "chunked_attention")
     module = tiny()
     module.config.num_hidden_layers = 3  # one more layer than there are calls of attention
-    refused(EngineError, lambda: ModuleRunner(module, 64), "2 of 3 layers")
+    refused(EngineError, lambda: ModuleRunner(module, 64), "2 calls from 3 layers")
 
 
 def test_angles_that_depend_on_other_sequences_are_refused(tiny):
@@ -175,6 +172,7 @@ def test_angles_that_depend_on_other_sequences_are_refused(tiny):
     module.config.rope_parameters.update(rope_type="dynamic", factor=2.0)
     ModuleRunner(module, 256)  # up to max_position_embeddings the angles are constant
     refused(EngineError, lambda: ModuleRunner(module, 257), r"dynamic and sequences of up to 257 tokens")
+    refused(EngineError, lambda: ModuleRunner(tiny("llama4"), 8192), r"(?s)tuning.*at most 8191 tokens")
 
 
 COPIED = ("qwen2", "qwen3", "llama3_rope", "mistral_window")

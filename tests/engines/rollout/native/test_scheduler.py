@@ -40,8 +40,8 @@ def prefilled(engine):
 
 def finish(engine):
     drain(engine)
-    engine._scheduler.check()
-    assert engine._scheduler.blocks.free == engine._scheduler.blocks.blocks
+    engine._scheduler.blocks.check()
+    assert engine._scheduler.blocks.in_use == 0
 
 
 def test_samples_compute_their_prompt_once(make):
@@ -50,8 +50,8 @@ def test_samples_compute_their_prompt_once(make):
     [plan] = engine.plans
     assert (plan.counts.tolist(), plan.sampled.tolist()) == ([10], list(range(16)))
     assert plan.source.tolist() == [0] * 16
-    assert len(plan.copies[0]) == 15 and len(set(plan.copies[0])) == 1 and len(set(plan.copies[1])) == 15
-    assert engine._scheduler.blocks.free == 100 - 2 - 16
+    assert [len(set(part)) for part in zip(*plan.copies, strict=True)] == [1, 15] and len(plan.copies) == 15
+    assert engine._scheduler.blocks.pool.free == 100 - 2 - 16
     finish(engine)
     assert prefilled(engine) == 10
 

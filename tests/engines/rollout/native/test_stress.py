@@ -15,7 +15,8 @@ def case(dtype, count, options, *marks):
 
 @pytest.mark.parametrize(("dtype", "count", "options"), [
     case(torch.float64, 50, AHEAD | GRAPHS), case(torch.float64, 50, GRAPHS, pytest.mark.slow),
-    case(torch.float32, 50, {}),
+    case(torch.float32, 50, {}), case(torch.float64, 50, AHEAD | GRAPHS | {"window": 11}),
+    case(torch.float64, 1_000, AHEAD | {"window": 11}, pytest.mark.slow, pytest.mark.timeout(1800)),
     case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}, pytest.mark.slow),
     case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}, pytest.mark.slow),
     case(torch.float64, 50, {"enable_prefix_caching": False}, pytest.mark.slow),
@@ -28,12 +29,13 @@ def case(dtype, count, options, *marks):
     case(torch.float32, 1_000, AHEAD | GRAPHS, pytest.mark.slow, pytest.mark.timeout(1800)),
 ])  # fmt: skip
 def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
-    requests = stress.random_requests(count, seed=1)
-    module = stress.build_model(dtype)
+    roomy = {"num_gpu_blocks_override", "max_num_batched_tokens", "window"} & options.keys()
+    requests, window = stress.random_requests(count, seed=1), options.get("window", 0)
+    module = stress.build_model(dtype, window)
+    options = {name: value for name, value in options.items() if name != "window"}
     out = stress.stressed(module, requests, seed=2, **options)
     ties = stress.check_outcome(requests, out, stress.one_by_one(module, requests), dtype)
     assert ties <= max(count // 100, 1)
-    roomy = {"num_gpu_blocks_override", "max_num_batched_tokens"} & options.keys()
     assert (out.partial and out.dropped) or roomy
     assert out.stats["preemptions"] > 0 or dtype == torch.float32 or roomy
 

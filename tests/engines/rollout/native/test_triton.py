@@ -8,7 +8,7 @@ from tandem.engines.rollout.native.attention.triton import Tiles, TritonAttentio
 from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.ops.torch import TorchOps
 from tandem.engines.rollout.native.ops.triton import TritonOps
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache
+from tandem.engines.rollout.native.paged import LayerShape, PagedCache, Sight
 from tandem.errors import EngineError
 from tests.engines.rollout.case import native, request, tokens
 from tests.engines.rollout.native.paged_case import Case
@@ -17,10 +17,13 @@ pytestmark = pytest.mark.triton
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize(("splits", "window"), [(2, 0), (8, 0), (4, 1100)])
-def test_splits_of_long_contexts_add_up(splits, window):
-    case = Case([(700, 1), (3, 1), (2100, 1), (257, 1)], torch.float32, group=7, kv_heads=1, device=DEVICE)
-    case.check(TritonAttention(case.cache, splits=splits), 1e-6, window)
+@pytest.mark.parametrize(("splits", "sight"), [
+    (2, Sight()), (8, Sight(sinks_N=torch.ones(7))), (4, Sight(1100)), (4, Sight(chunk=900)),
+])  # fmt: skip
+def test_splits_of_long_contexts_add_up(splits, sight):
+    options = {"group": 7, "kv_heads": 1, "device": DEVICE, "sight": sight}
+    case = Case([(700, 1), (3, 1), (2100, 1), (257, 1)], torch.float32, **options)
+    case.check(TritonAttention(case.cache, splits=splits), 1e-6)
 
 
 def test_queries_need_be_neither_contiguous_nor_of_the_caches_type():

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor, float64
 
 from tandem.engines.rollout.native.attention.cpu import why_not_cpu
-from tandem.engines.rollout.native.paged import PagedCache, StepInput
+from tandem.engines.rollout.native.paged import FULL, PagedCache, Sight, StepInput
 
 AttentionName = Literal["auto", "torch", "cpu", "triton"]
 
@@ -22,20 +22,17 @@ class Attention(Protocol):
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         """Write the step's keys and values into their slots. Tokens with slot -1 are skipped."""
 
-    def attend(
-        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, step: StepInput, query_TND: Tensor, sight: Sight = FULL) -> Tensor:
         """Return the attention output, (T, N, value_dim), contiguous, in the cache's dtype.
 
-        A token attends to the columns 0..position of its sequence.
+        Blocks that hold no column which a token of the step sees are not used.
 
         Args:
             layer: The layer's index.
             step: The input of the step.
             query_TND: Scaled queries, in the cache's dtype or float32. The query heads of one key head are
                 adjacent. Rows beyond the step's tokens are skipped, and their results are undefined.
-            window: Only the last `window` of these columns are used. 0 means all columns.
-            softcap: A score x is replaced by softcap * tanh(x / softcap). 0 means no softcap.
+            sight: What each query sees.
         """
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tandem.engines.rollout.native.kernels import load_kernels
-from tandem.engines.rollout.native.paged import PagedCache, StepInput, dense_rows
+from tandem.engines.rollout.native.paged import FULL, PagedCache, Sight, StepInput, dense_rows
 from tandem.errors import EngineError
 
 
@@ -49,24 +49,26 @@ class CPUAttention:
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         assert keys_THD.dtype == values_THD.dtype == self.cache.dtype
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
-        shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
+        shape, keys, values = self.cache.layers[layer][:3], self.cache.keys[layer], self.cache.values[layer]
+        slots_T = step.slots_GT[self.cache.group[layer]]
         self._kernels.write(
             *(keys_THD.data_ptr(), *keys_THD.stride()[:2], values_THD.data_ptr(), *values_THD.stride()[:2]),
-            *(step.slots_T.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            *(step.slots_T.shape[0], *shape, self.cache.block_size, torch.get_num_threads()),
+            *(slots_T.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            *(slots_T.shape[0], *shape, self.cache.block_size, torch.get_num_threads()),
         )
 
-    def attend(
-        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, step: StepInput, query_TND: Tensor, sight: Sight = FULL) -> Tensor:
         query_TND = query_TND.to(torch.float32).contiguous()
         tokens, heads, _ = query_TND.shape
-        shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
-        out_TND = torch.empty(tokens, heads, shape.value_dim, dtype=self.cache.dtype)
+        shape, keys, values = self.cache.layers[layer][:3], self.cache.keys[layer], self.cache.values[layer]
+        tables_SB = step.tables_GSB[self.cache.group[layer]]
+        out_TND = torch.empty(tokens, heads, shape[2], dtype=self.cache.dtype)
+        sinks_N = None if sight.sinks_N is None else sight.sinks_N.to(torch.float32).contiguous()
         self._kernels.attend(
             *(out_TND.data_ptr(), query_TND.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            *(step.starts_S1.data_ptr(), step.tables_SB.data_ptr(), step.tables_SB.stride(0)),
+            *(step.starts_S1.data_ptr(), tables_SB.data_ptr(), tables_SB.stride(0)),
             *(step.positions_T.data_ptr(), step.lengths_S.shape[0], heads, *shape, self.cache.block_size),
-            *(window, softcap, torch.get_num_threads()),
+            *(sight.window, sight.chunk, sight.softcap, None if sinks_N is None else sinks_N.data_ptr()),
+            torch.get_num_threads(),
         )
         return out_TND

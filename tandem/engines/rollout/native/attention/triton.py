@@ -23,7 +23,14 @@ from tandem.engines.rollout.native.attention.triton_kernels import (
     combine_kernel,
     write_kernel,
 )
-from tandem.engines.rollout.native.paged import LayerShape, PagedCache, StepInput, dense_rows
+from tandem.engines.rollout.native.paged import (
+    FULL,
+    LayerShape,
+    PagedCache,
+    Sight,
+    StepInput,
+    dense_rows,
+)
 from tandem.errors import EngineError
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,27 +72,26 @@ class TritonAttention:
 
     def write(self, layer: int, step: StepInput, keys_THD: Tensor, values_THD: Tensor) -> None:
         keys_THD, values_THD = dense_rows(keys_THD), dense_rows(values_THD)
-        write_kernel[(len(step.slots_T),)](
-            *(self.cache.keys[layer], self.cache.values[layer], keys_THD, values_THD, step.slots_T),
+        slots_T = step.slots_GT[self.cache.group[layer]]
+        write_kernel[(len(slots_T),)](
+            *(self.cache.keys[layer], self.cache.values[layer], keys_THD, values_THD, slots_T),
             *(*keys_THD.stride()[:2], *values_THD.stride()[:2]),
             **_shape(self.cache.layers[layer]),
             H_PAD=next_power_of_2(self.cache.layers[layer].kv_heads),
             BLOCK=self.cache.block_size,
         )
 
-    def attend(
-        self, layer: int, step: StepInput, query_TND: Tensor, *, window: int = 0, softcap: float = 0.0
-    ) -> Tensor:
+    def attend(self, layer: int, step: StepInput, query_TND: Tensor, sight: Sight = FULL) -> Tensor:
         shape, keys, values = self.cache.layers[layer], self.cache.keys[layer], self.cache.values[layer]
         query_TND = dense_rows(query_TND.to(self.cache.dtype))
         tokens, heads, _ = query_TND.shape
-        sequences = len(step.lengths_S)
+        tables_SB, sequences = step.tables_GSB[self.cache.group[layer]], len(step.lengths_S)
         decode = step.max_query == 1
         group = heads // shape.kv_heads
         tiles, sizes = Tiles.of(shape, group, self.cache.dtype, decode), _shape(shape)
         splits = 1
         if decode:
-            columns = step.tables_SB.shape[1] * self.cache.block_size
+            columns = tables_SB.shape[1] * self.cache.block_size
             splits = self._splits or split_count(sequences * shape.kv_heads, columns, self._processors)
         out_TNE = query_TND.new_empty(tokens, heads, shape.value_dim)
         parts = totals = peaks = out_TNE
@@ -93,14 +99,18 @@ class TritonAttention:
             parts = out_TNE.new_empty(tokens, heads, splits, shape.value_dim, dtype=torch.float32)
             totals, peaks = out_TNE.new_empty(2, tokens, heads, splits, dtype=torch.float32)
         chunks = sequences if decode else tokens // (tiles.rows // group) + sequences
+        sinks_N = totals if sight.sinks_N is None else sight.sinks_N.contiguous()
         attend_kernel[(chunks, shape.kv_heads, splits)](
-            *(parts, totals, peaks, query_TND, keys, values, step.tables_SB, step.starts_S1, step.lengths_S),
-            *(sequences, step.tables_SB.stride(0), *query_TND.stride()[:2]),
+            *(parts, totals, peaks, query_TND, keys, values, sinks_N),
+            *(tables_SB, step.starts_S1, step.lengths_S),
+            *(sequences, tables_SB.stride(0), *query_TND.stride()[:2]),
             DECODE=decode,
             SPLITS=splits,
             LEAST_TILES=_LEAST_COLUMNS // tiles.columns,
-            WINDOW=window,
-            SOFTCAP=softcap,
+            WINDOW=sight.window,
+            CHUNK=sight.chunk,
+            SOFTCAP=sight.softcap,
+            SINKS=sight.sinks_N is not None,
             GROUP=group,
             ROWS=tiles.rows,
             **sizes,

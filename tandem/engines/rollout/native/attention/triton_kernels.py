@@ -9,10 +9,15 @@ Each pointer is named after its tensor. Capital letters are compile-time constan
 key_dim, E is value_dim, H is the number of key heads, and D_PAD, E_PAD and H_PAD are the next powers of two.
 Further constants:
 
-    GROUP   query heads per key head ROWS    query rows of a tile TILE    columns of a tile BLOCK   tokens per
-    cache block RUN     adjacent columns that are contiguous in memory SPLITS  programs among which a
-    sequence's columns are divided DECODE  whether each sequence has one token WINDOW  number of columns that
-    a token attends to, 0 for all SOFTCAP the softcap of the scores, 0 for none
+- GROUP: query heads per key head
+- ROWS: query rows of a tile
+- TILE: columns of a tile
+- BLOCK: tokens per cache block
+- RUN: adjacent columns that are contiguous in memory
+- SPLITS: programs among which a sequence's columns are divided
+- DECODE: whether each sequence has one token
+- WINDOW, CHUNK, SOFTCAP: as in `Sight`
+- SINKS: whether there are sinks
 """
 
 from __future__ import annotations
@@ -50,22 +55,36 @@ def write_kernel(
 
 
 @triton.jit
+def _first_column(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+    """Return the first column that a query at this position sees."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    if CHUNK > 0:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
 def _add_tile(
     weighted: tl.tensor, total: tl.tensor, peak: tl.tensor, query: tl.tensor, position: tl.tensor,
-    keys: tl.tensor, values: tl.tensor, table: tl.tensor, length: int, tile: int, MASKED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+    keys: tl.tensor, values: tl.tensor, table: tl.tensor, lowest: int, length: int, tile: int,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, RUN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add one tile of columns to the running sums and the running peak.
 
     The running state consists of the weighted sums of values (ROWS, E), the sums of weights (ROWS) and the
     peak scores (ROWS). Set MASKED for a tile if some row does not attend to all of its columns. Only a MASKED
-    tile may contain slots beyond the end of the sequence. The content of such slots, even NaN, is ignored.
+    tile may contain columns that no row sees: those before `lowest` and those from `length` on. The content
+    of such columns, even NaN, is ignored.
     Loads of keys have no mask, because a mask would split each load into single elements.
     """
     column = tile * TILE + tl.arange(0, TILE)
+    held = (column >= lowest) & (column < length)
     if MASKED:
-        block = tl.load(table + column // BLOCK, mask=column < length, other=0)
+        block = tl.load(table + column // BLOCK, mask=held, other=0)
     else:
         block = tl.load(table + column // BLOCK)
     block = block.to(tl.int64) * H
@@ -81,8 +100,8 @@ def _add_tile(
     scores *= _LOG2_E
     if MASKED:
         seen = column[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen &= column[None, :] > position[:, None] - WINDOW
+        if WINDOW + CHUNK > 0:
+            seen &= column[None, :] >= _first_column(position, WINDOW, CHUNK)[:, None]
         scores = tl.where(seen, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = new_peak
@@ -95,7 +114,7 @@ def _add_tile(
     mask = dim[None, :] < E
     value = tl.load(values + place) if E == E_PAD else tl.load(values + place, mask=mask, other=0.0)
     if MASKED:
-        value = tl.where(column[:, None] < length, value, 0.0)
+        value = tl.where(held[:, None], value, 0.0)
     weighted = tl.dot(weights.to(value.dtype), value, weighted * decay[:, None], input_precision="tf32x3")
     return weighted, total * decay + tl.sum(weights, 1), new_peak
 
@@ -121,7 +140,7 @@ def _sequence_of(chunk: int, starts: tl.tensor, sequences: int, TOKENS: tl.const
 def _tiles(
     earliest: int, length: int, split: int,
     TOKENS: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr,
 ) -> tuple[int, int, int, int]:
     """Return the tile numbers of this split: begin, full_begin, full_end, end.
 
@@ -130,17 +149,16 @@ def _tiles(
     columns.
     """
     latest = tl.minimum(earliest + TOKENS, length) - 1
-    begin, end = 0, tl.cdiv(latest + 1, TILE)
-    if WINDOW > 0:
-        begin = tl.maximum(earliest - WINDOW + 1, 0) // TILE
+    begin, end = _first_column(earliest, WINDOW, CHUNK) // TILE, tl.cdiv(latest + 1, TILE)
     if SPLITS > 1:
         share = tl.maximum(tl.cdiv(end - begin, SPLITS), LEAST_TILES)
         begin += split * share
         end = tl.minimum(begin + share, end)
     full_begin = begin
     full_end = tl.maximum(tl.minimum((earliest + 1) // TILE, end), begin)
-    if WINDOW > 0:
-        full_begin = tl.minimum(tl.maximum(tl.cdiv(latest - WINDOW + 1, TILE), begin), full_end)
+    if WINDOW + CHUNK > 0:
+        first = tl.cdiv(_first_column(latest, WINDOW, CHUNK), TILE)
+        full_begin = tl.minimum(tl.maximum(first, begin), full_end)
     return begin, full_begin, full_end, end
 
 
@@ -149,11 +167,12 @@ def _tiles(
 @triton.jit(do_not_specialize=["sequences", "table_stride"])
 def attend_kernel(
     out: tl.tensor, totals: tl.tensor, peaks: tl.tensor, queries: tl.tensor, keys: tl.tensor,
-    values: tl.tensor, tables: tl.tensor, starts: tl.tensor, lengths: tl.tensor, sequences: int,
-    table_stride: int, query_token_stride: int, query_head_stride: int, DECODE: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    E: tl.constexpr, E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
+    values: tl.tensor, sinks: tl.tensor, tables: tl.tensor, starts: tl.tensor, lengths: tl.tensor,
+    sequences: int, table_stride: int, query_token_stride: int, query_head_stride: int,
+    DECODE: tl.constexpr, SPLITS: tl.constexpr, LEAST_TILES: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, E: tl.constexpr,
+    E_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr,
 ) -> None:
     """Compute the attention of one chunk, key head and split. The grid is (chunk, key head, split)."""
     TOKENS: tl.constexpr = 1 if DECODE else ROWS // GROUP
@@ -176,26 +195,32 @@ def attend_kernel(
     place = (first + token).to(tl.int64) * query_token_stride + head * query_head_stride
     mask = real[:, None] & (dim < D)[None, :]
     query = tl.load(queries + place[:, None] + dim[None, :], mask=mask, other=0.0)
+    earliest = length - count + begun
+    lowest = _first_column(earliest, WINDOW, CHUNK)
     begin, full_begin, full_end, end = _tiles(
-        length - count + begun, length, split, TOKENS, SPLITS, LEAST_TILES, WINDOW, TILE)
+        earliest, length, split, TOKENS, SPLITS, LEAST_TILES, WINDOW, CHUNK, TILE)
     weighted = tl.zeros((ROWS, E_PAD), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    if SINKS:  # in the first split only, as a column whose value is 0
+        sunk = real & (row >= split * ROWS)
+        peak = tl.load(sinks + head, mask=sunk, other=float("-inf")).to(tl.float32) * _LOG2_E
+        total = tl.where(sunk, 1.0, 0.0)
     keys, values = keys + kv_head * (D * BLOCK), values + kv_head * (BLOCK * E)
     table = tables + sequence.to(tl.int64) * table_stride
-    if WINDOW > 0:
+    if WINDOW + CHUNK > 0:
         for tile in tl.range(begin, full_begin, num_stages=1):
             weighted, total, peak = _add_tile(
-                weighted, total, peak, query, position, keys, values, table, length, tile,
-                True, WINDOW, SOFTCAP, H, D, D_PAD, E, E_PAD, BLOCK, TILE, RUN)
+                weighted, total, peak, query, position, keys, values, table, lowest, length, tile,
+                True, WINDOW, CHUNK, SOFTCAP, H, D, D_PAD, E, E_PAD, BLOCK, TILE, RUN)
     for tile in tl.range(full_begin, full_end):
         weighted, total, peak = _add_tile(
-            weighted, total, peak, query, position, keys, values, table, length, tile,
-            False, WINDOW, SOFTCAP, H, D, D_PAD, E, E_PAD, BLOCK, TILE, RUN)
+            weighted, total, peak, query, position, keys, values, table, lowest, length, tile,
+            False, WINDOW, CHUNK, SOFTCAP, H, D, D_PAD, E, E_PAD, BLOCK, TILE, RUN)
     for tile in tl.range(full_end, end, num_stages=1):
         weighted, total, peak = _add_tile(
-            weighted, total, peak, query, position, keys, values, table, length, tile,
-            True, WINDOW, SOFTCAP, H, D, D_PAD, E, E_PAD, BLOCK, TILE, RUN)
+            weighted, total, peak, query, position, keys, values, table, lowest, length, tile,
+            True, WINDOW, CHUNK, SOFTCAP, H, D, D_PAD, E, E_PAD, BLOCK, TILE, RUN)
     dim = tl.arange(0, E_PAD)
     mask = real[:, None] & (dim < E)[None, :]
     place = ((first + token).to(tl.int64) * (H * GROUP) + head) * SPLITS + split
