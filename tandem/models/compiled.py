@@ -64,8 +64,8 @@ def require_compiler(device: torch.device) -> None:
 def compile_model(model: PackedModel) -> None:
     """Compile the layers of a model in place. For a policy, also compile the tiled PyTorch head.
 
-    A layer runs compiled only if it is called with packed sequences. Call this before gradient checkpointing is set
-    up and before the layers are sharded.
+    A layer runs compiled only if it is called with packed sequences. Call this before gradient checkpointing
+    is set up and before the layers are sharded.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
