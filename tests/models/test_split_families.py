@@ -44,7 +44,7 @@ def small_model(kind):
     config = CONFIG_MAPPING[kind](**KEYS.get(kind, {}), pad_token_id=None)
     model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], small_copy(config)
     packs = may_pack(model_class, config)
-    attention = PACKED if packs else rows_attention(model_class)
+    attention = PACKED if packs else rows_attention(model_class, config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     fit_angles(model)
