@@ -103,9 +103,13 @@ def may_pack(model: Any, config: PreTrainedConfig) -> bool:
     return model is None or (model.is_backend_compatible() and not model._is_stateful and not alone)
 
 
-def rows_attention(model: Any) -> str:
-    """Return the name of transformers' attention for a model whose sequences have rows of their own."""
-    return "sdpa" if model._supports_sdpa else "eager"
+def rows_attention(model: Any, config: PreTrainedConfig) -> str:
+    """Return the name of transformers' attention for a model whose sequences have rows of their own.
+
+    Only "eager" has the sinks and soft caps of attention scores.
+    """
+    capped = field_of(config.get_text_config(), "attn_logit_softcapping")
+    return "sdpa" if model._supports_sdpa and not capped else "eager"
 
 
 def field_of(config: Any, name: str) -> Any:

@@ -90,18 +90,19 @@ def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dt
     for target in () if model.target_modules == (ALL_LINEAR,) else model.target_modules:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise _bad_target(model, f"the model has no module {target}", names, target)
+    linears = _linears(backbone)
+    everything = {"target_modules": linears} if model.target_modules == (ALL_LINEAR,) else {}
+    holder = nn.Module()  # peft would replace the names of experts if it saw the model's config
+    holder.backbone = backbone
     try:
         with torch.random.fork_rng(devices=[]):
             peft.inject_adapter_in_model(
-                lora_config(model, kind), backbone, ADAPTER, low_cpu_mem_usage=unmade
+                lora_config(model, kind, **everything), holder, ADAPTER, low_cpu_mem_usage=unmade
             )
     except ValueError as error:
         raise _bad_target(model, str(error).partition("\n")[0], names) from error
-    language_model: Any = backbone
-    heads = (language_model.get_output_embeddings(), getattr(backbone, "score", None))
-    plain = peft.tuners.lora.Linear
     for name, layer in adapted_layers(backbone).items():
-        if type(layer) is not plain or type(layer.base_layer) is not nn.Linear or layer in heads:
+        if type(layer) is not peft.tuners.lora.Linear or name not in linears:
             raise _bad_target(model, f"{name} is not a linear layer of the decoder", names)
         layer.lora_A.to(dtype)
         layer.lora_B.to(dtype)
@@ -109,6 +110,14 @@ def add_adapters(backbone: PreTrainedModel, model: BackboneConfig, kind: str, dt
         found = {plain_name(name): p.shape for name, p in backbone.named_parameters() if is_adapter(name)}
         check_adapter_folder(model, found)
     speed_up_linears(backbone)
+
+
+def _linears(backbone: PreTrainedModel) -> list[str]:
+    """Return the names of the decoder's linear layers, without layers that compute more, such as routers."""
+    language_model: Any = backbone
+    heads = (language_model.get_output_embeddings(), getattr(backbone, "score", None))
+    named = language_model.named_modules()
+    return [name for name, part in named if type(part) is nn.Linear and part not in heads]
 
 
 def _bad_target(model: BackboneConfig, got: str, names: list[str], target: str = "") -> ConfigError:

@@ -120,7 +120,7 @@ def check_packed(
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
     model = require_task(path, config, scorer=scorer, trust_remote_code=trust_remote_code)
-    attention = PACKED if may_pack(model, config) else rows_attention(model)
+    attention = PACKED if may_pack(model, config) else rows_attention(model, config)
     with double_precision():
         packed, own = _pair(path, config, attention, scorer=scorer, trust_remote_code=trust_remote_code)
         return _try_copy(path, packed, own, window_limits(config)), own

@@ -5,7 +5,7 @@ A rank never has more of the model in memory than its shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -124,14 +124,40 @@ class WeightFiles:
                 local(parameter).zero_()
 
 
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return a dict from name to each buffer of a model that a model folder contains.
+
+    Such a buffer is a constant: training does not change it.
+    """
+    persistent = model.state_dict(keep_vars=True).keys()
+    return {name: value for name, value in model.named_buffers() if name in persistent}
+
+
+def read_weights(
+    folder: str | Path, model: nn.Module, needed: Mapping[str, Tensor], load: Callable[[], nn.Module]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the whole tensor of some weights of a folder.
+
+    Args:
+        folder: the model's folder.
+        model: the transformers model; its weights may be on the meta device.
+        needed: parameters and buffers of the model, by name.
+        load: a function that loads the whole model. It is called if the folder's files have other names.
+    """
+    files = WeightFiles.find(folder) if needed else None
+    if files is not None and files.fit(model, {name: value.shape for name, value in needed.items()}):
+        yield from files.read(needed)
+    elif needed:
+        whole = load().state_dict()
+        yield from ((name, whole[name]) for name in needed)
+
+
 def _stored(module: PackedModel) -> dict[str, Tensor]:
     """Return a dict from Hugging Face name to each tensor of a module that a model folder contains.
 
     These are parameters (tied parameters once) and persistent buffers, but not adapters.
     """
-    persistent = module.state_dict(keep_vars=True).keys()
-    buffers = {name: value for name, value in module.named_buffers() if name in persistent}
-    named = {**dict(module.named_parameters()), **buffers}
+    named = {**dict(module.named_parameters()), **persistent_buffers(module)}
     return {
         module.hf_name(n): value.detach()
         for n, value in named.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from tandem.observability import terminal
 from tandem.observability.config_file import read_config
 from tandem.observability.inside import require_inside
 from tandem.offline.export_files import copy_files, declare_ends
-from tandem.offline.export_lora import export_adapter, merged_weights
+from tandem.offline.export_lora import export_adapter, merged_weights, stored_buffers
 from tandem.offline.generate import alone
 
 
@@ -82,8 +83,9 @@ def export_checkpoint(
             if not scores:
                 declare_ends(folder, stop_token_ids(model.path, tokenizer))
 
+        weights = merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved)
         return export(
-            merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved),
+            chain(weights, stored_buffers(model, scores=scores)),
             _model_config(model, tokenizer, scores=scores),
             beside,
             out,

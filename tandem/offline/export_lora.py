@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.staging import staged
-from tandem.checkpoint.weights import read_weights
+from tandem.checkpoint.weights import read_weights as trained_weights
 from tandem.config.model import ModelConfig
 from tandem.engines.train.lora import BASE, BASE_TYPE, SCALING
 from tandem.engines.weight_sync import checksum
@@ -19,7 +20,7 @@ from tandem.errors import CheckpointError
 from tandem.models.loading import load_policy, load_scorer
 from tandem.models.lora import is_adapter, lora_config, merged, require_peft
 from tandem.models.lora_files import PREFIX, WEIGHTS
-from tandem.models.weight_files import WeightFiles
+from tandem.models.weight_files import persistent_buffers, read_weights
 from tandem.offline.export_files import copy_tokenizer
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -39,10 +40,10 @@ def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[
     Raises:
         CheckpointError: If the model's folder no longer has the weights with which the adapters were trained.
     """
-    trained = dict(read_weights(path))
+    trained = dict(trained_weights(path))
     adapters = {name: trained.pop(name) for name in list(trained) if is_adapter(name)}
-    digests = dict(read_weights(path, f"{BASE}."))
-    scaling = float(dict(read_weights(path, SCALING))[""])
+    digests = dict(trained_weights(path, f"{BASE}."))
+    scaling = float(dict(trained_weights(path, SCALING))[""])
     yield from trained.items()
     for name, weight in _base_weights(model, scores=scores, without=trained):
         if int(checksum(weight.to(BASE_TYPE))) != int(digests.get(name, 0)):
@@ -91,7 +92,7 @@ def export_adapter(
             "the run trained all weights and has no adapters", got=path, remedy="leave out --adapter"
         )
     require_peft(model)
-    tensors = {name: value.to(dtype) for name, value in read_weights(path)}
+    tensors = {name: value.to(dtype) for name, value in trained_weights(path)}
     adapted = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
     config = lora_config(
         model,
@@ -124,18 +125,18 @@ def _model(model: ModelConfig, *, scores: bool, weights: bool) -> PreTrainedMode
     return load_policy(model.path, trust_remote_code=remote, weights=weights)
 
 
+def stored_buffers(model: ModelConfig, *, scores: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each constant that the model's folder contains beside the parameters."""
+    skeleton = _model(model, scores=scores, weights=False)
+    load = partial(_model, model, scores=scores, weights=True)
+    yield from read_weights(model.path, skeleton, persistent_buffers(skeleton), load)
+
+
 def _base_weights(
     model: ModelConfig, *, scores: bool, without: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the folder's weights, except the weights in `without`.
-
-    If the files do not match the model weight by weight, the whole model is loaded.
-    """
+    """Yield the folder's parameters, except those in `without`."""
     skeleton = _model(model, scores=scores, weights=False)
-    shapes = {name: p.shape for name, p in skeleton.named_parameters() if name not in without}
-    files = WeightFiles.find(model.path)
-    if files is not None and files.fit(skeleton, shapes):
-        yield from files.read(shapes)
-        return
-    whole = dict(_model(model, scores=scores, weights=True).named_parameters())
-    yield from ((name, whole[name].detach()) for name in shapes)
+    needed = {name: p for name, p in skeleton.named_parameters() if name not in without}
+    load = partial(_model, model, scores=scores, weights=True)
+    yield from read_weights(model.path, skeleton, needed, load)

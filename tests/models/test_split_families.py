@@ -46,7 +46,7 @@ def small_model(kind):
     text, packs = config.get_text_config(), may_pack(model_class, config)
     if getattr(text, "intermediate_size", None):
         text.intermediate_size += text.intermediate_size % 2
-    attention = PACKED if packs else rows_attention(model_class)
+    attention = PACKED if packs else rows_attention(model_class, config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     fit_angles(model)

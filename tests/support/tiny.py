@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+-*= abcdefghijklmnopqrstuvwxyz?."
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -29,16 +29,15 @@ def make_tokenizer(folder: Path, *, chat_template: str | None = TEMPLATE) -> Pre
 def make_model(
     folder: Path, *, kind: str = "qwen2", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Path:
-    """Create a random causal LM of a few thousand parameters, with its tokenizer."""
+    """Create a random causal LM of this model type, of a few thousand parameters, with its tokenizer."""
     tokenizer = make_tokenizer(folder)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     sizes |= {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     sizes |= {"bos_token_id": None, "vocab_size": len(tokenizer), "initializer_range": 0.2}
     sizes |= ({"head_dim": 8} if kind == "qwen3" else {}) | changes
-    config_class = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}[kind]
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config_class(**sizes), dtype=dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**sizes), dtype=dtype).save_pretrained(folder)
     return folder
 
 

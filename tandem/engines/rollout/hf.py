@@ -32,10 +32,9 @@ from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.own_weights import ModuleEngine, OwnWeights
 from tandem.engines.weight_sync import Digest, digest
 from tandem.errors import EngineError
+from tandem.models.architectures import rows_attention
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
-
-_ATTENTION = "sdpa"
 
 
 class HFEngine(ModuleEngine):
@@ -134,7 +133,7 @@ class HFEngine(ModuleEngine):
         module: Any = self._source.module
         with (
             torch.no_grad(),
-            borrowed(module, _ATTENTION),
+            borrowed(module, rows_attention(module, module.config)),
             _no_generation_defaults(module),
             module.register_forward_hook(writer.read),
         ):

@@ -7,6 +7,7 @@ is for trainers whose module is split over ranks, has adapters, or is in another
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.errors import EngineError
 from tandem.models.linear import speed_up_linears
-from tandem.models.loading import load_config
+from tandem.models.loading import load_config, load_policy
+from tandem.models.weight_files import persistent_buffers, read_weights
 from tandem.protocol import Request
 
 _SHOWN = 3  # names in a message
@@ -33,7 +35,8 @@ class OwnWeights:
     The weights occupy no memory before the first stream, nor between `free` and the next stream.
 
     Args:
-        model_path: The model folder. Its weights are not read.
+        model_path: The model folder. Only constants, which training does not change, are read from its
+            weights.
         device: The device of the weights.
         trust_remote_code: Whether to run the model class that the folder contains.
     """
@@ -62,7 +65,7 @@ class OwnWeights:
 
         Raises:
             EngineError: A weight is missing, arrives twice, has another shape or does not belong to the
-                model. Or the model has buffers that its config does not determine.
+                model. Or the model has buffers that its folder does not determine.
         """
         loaded: set[str] = set()
         for name, tensor in source.tensors:
@@ -90,7 +93,8 @@ class OwnWeights:
     def _build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model. Build it on the first call.
 
-        The parameters of a new model have no memory yet. The buffers are computed from the config.
+        The parameters of a new model have no memory yet. The buffers are computed from the config,
+        or are constants of the model's folder.
         """
         if self._module is not None:
             return self._module
@@ -102,18 +106,19 @@ class OwnWeights:
             precision = torch.promote_types(dtype, torch.float32)
             module = make(config, dtype=precision, trust_remote_code=self._trust)
         self._names = _names(module)
-        named = {name for names in self._names.values() for name in names}
-        stored = module.state_dict(keep_vars=True).keys() - named
+        load = partial(load_policy, self._path, trust_remote_code=self._trust)
+        stored = dict(read_weights(self._path, module, persistent_buffers(module), load))
         for name, buffer in list(module.named_buffers()):
-            if name in stored or buffer.is_meta:
+            if buffer.is_meta and name not in stored:
                 raise EngineError(
-                    "the model has a buffer that its config does not determine",
+                    "the model has a buffer that neither its config nor its folder determines",
                     field=name,
                     got=f"{type(module).__name__} in {self._path}",
                     remedy="train with plain FSDP: then the rollout can share the trainer's module",
                 )
             owner, _, leaf = name.rpartition(".")
-            module.get_submodule(owner)._buffers[leaf] = buffer.to(self._device)
+            value = stored.get(name, buffer).to(self._device, buffer.dtype)
+            module.get_submodule(owner)._buffers[leaf] = value
         speed_up_linears(module)
         self._module = module.eval()
         return module

@@ -106,7 +106,7 @@ def unsharded_module(
     if packs:
         attention = attention_name(model.attn_implementation, device, head_width(config))
     else:
-        attention = rows_attention(architecture)
+        attention = rows_attention(architecture, config)
     options: dict[str, Any] = {"dtype": settings.master, "trust_remote_code": remote, "attention": attention}
 
     def made(*, weights: bool) -> PackedModel:

@@ -1,0 +1,185 @@
+"""Whole runs of architectures with windows, chunks, sinks, experts, recurrences and stretched angles.
+
+All sequences of the runs are longer than the windows and chunks.
+"""
+
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tandem.models.weight_files import persistent_buffers
+from tandem.offline.export import export_checkpoint
+from tandem.protocol import DataProto, Ragged
+from tests.e2e.shop import finish, start
+from tests.engines.train.synthetic import output
+from tests.support.marks import slow_but
+from tests.support.runs import REWARD_HEAD, assert_same
+from tests.support.school import school
+from tests.support.tiny import make_model
+from tests.support.words import words as full_words
+
+__all__ = ["school"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+
+WINDOW = 8
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 3}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+FAMILIES = {
+    "gpt_oss": WINDOWS | EXPERTS | {"head_dim": 8},
+    "gemma3_text": WINDOWS | {"head_dim": 8},
+    "olmo3": WINDOWS,
+    "phi3": {"rope_parameters": LONG, "original_max_position_embeddings": 3, "sliding_window": None},
+    "llama4_text": {
+        **EXPERTS,
+        **{"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]},
+        **{"head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": [0], "no_rope_layers": [1, 0]},
+    },
+    "glm4_moe": {
+        **{"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "qwen3_next": {
+        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    },
+}
+IN_ROWS = ("lfm2", "qwen3_next")
+"""Architectures whose sequences have rows of their own."""
+BY_HF = (*IN_ROWS, "phi3")
+"""Architectures that the native engine does not sample from."""
+SLOW_LETTERS = f"import time\n{REWARD_HEAD}\n    time.sleep(0.02)\n    return len(set(solution_str)) / 6\n"
+DIVISIONS = {"shards": "", "layers": "A.fsdp_config.tensor_parallel_size=2"}
+LEARNT = ("reward/mean", "actor/loss", "actor/entropy", "actor/grad_norm")
+
+every_family = pytest.mark.parametrize("family", slow_but(["gpt_oss"], FAMILIES))
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Return a function from the name of a family to the folder of a random model."""
+    folder = tmp_path_factory.mktemp("families")
+
+    @cache
+    def made(family: str) -> Path:
+        path = make_model(folder / family, kind=family, **FAMILIES[family])
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        for constant in persistent_buffers(loaded).values():
+            constant.add_(0.3 * torch.randn_like(constant))
+        loaded.save_pretrained(path)
+        return path
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def words(lab, model):
+    """Return a function from the name of a family to the words of its run by GRPO."""
+
+    def of(family: str) -> list[str]:
+        engine = "hf" if family in BY_HF else "native"
+        return full_words(
+            f"M.path={model(family)} R.name={engine} data.max_response_length=24 trainer.save_freq=1 steps=3",
+            lab.reward(SLOW_LETTERS),
+        )
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def whole(lab, words):
+    """Return a function from the name of a family to its run in one process without interruption."""
+    return cache(lambda family: lab.run(f"{family} whole", *words(family)))
+
+
+def check_export(engine, run: Path, out: Path, tokens: list[torch.Tensor]) -> None:
+    """Compare the log-probs of an engine with those of transformers on the exported model."""
+    exported = AutoModelForCausalLM.from_pretrained(export_checkpoint(run, out))
+    found = output(engine, DataProto({"tokens": Ragged.from_list(tokens)}))
+    start = 0
+    for row in tokens:
+        with torch.no_grad():
+            log_probs = exported(row[None], use_cache=False).logits[0, :-1].double().log_softmax(-1)
+        wanted = log_probs.gather(1, row[1:, None])[:, 0]
+        own = found.values[start + 1 : start + len(row)].double()
+        torch.testing.assert_close(own, wanted, rtol=0, atol=2e-5)
+        start += len(row)
+
+
+def check_rollout(run) -> list[torch.Tensor]:
+    """Check that training and rollout agree in sequences that exceed the window, and return sequences."""
+    for row in run.rows:
+        assert row["rollout/log_prob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0.01
+    tokens = [torch.tensor(each) for each in run.samples(3)["tokens"]]
+    assert max(map(len, tokens)) > 3 * WINDOW
+    return tokens[:6]
+
+
+@every_family
+def test_a_policy_learns_from_its_rollouts_and_is_exported(whole, tmp_path, family):
+    run = whole(family)
+    check_export(run.actor.actor, run.folder, tmp_path / "out", check_rollout(run))
+
+
+@pytest.mark.slow
+@each_family
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(lab, words, whole, family):
+    name = f"{family} killed"
+    folder = lab.folder / name
+    process = start([*lab.overrides(folder), *words(family)], lab.folder)
+    while not (folder / "checkpoints" / "step_000001").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.002)
+    process.kill()
+    assert finish(process).returncode == -9
+    resumed = lab.run(name, *words(family))
+    assert any("resumed" in sentence for sentence in resumed.said), resumed.said
+    assert_same(resumed, whole(family))
+
+
+@pytest.mark.slow
+@each_family
+def test_adapters_learn_and_are_merged(lab, words, tmp_path, family):
+    run = lab.run(f"{family} adapters", *words(family), "M.lora_rank=4 M.lora_alpha=8")
+    check_export(run.actor.actor, run.folder, tmp_path / "out", check_rollout(run))
+
+
+@pytest.mark.slow
+@each_family
+def test_fine_tuning(school, model, tmp_path, family):
+    run = school.run("sft", family, f"model.path={model(family)} trainer.save_freq=2 steps=2")
+    first, second = run.rows[-2:]
+    assert second["sft/loss"] < first["sft/loss"]
+    draw = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(3, 46, (length,), generator=draw) for length in (1, 9, 30)]
+    check_export(run.engine, run.folder, tmp_path / "out", tokens)
+
+
+CELLS = [
+    (family, name)
+    for family in FAMILIES
+    for name in DIVISIONS
+    if not (family in IN_ROWS and name == "layers")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "division"), CELLS)
+def test_two_ranks_on_ray_learn_the_same(lab, words, whole, ray_cluster, family, division):
+    name = f"{family} {division}"
+    run = lab.run(name, *words(family), DIVISIONS[division], "trainer.n_gpus_per_node=2 trainer.device=cpu")
+    for got, wanted in zip(run.rows, whole(family).rows, strict=True):
+        assert got["rollout/log_prob_diff_max"] < 1e-4
+        assert {n: got[n] for n in LEARNT} == pytest.approx(
+            {n: wanted[n] for n in LEARNT}, rel=1e-4, abs=1e-5
+        )
