@@ -29,6 +29,7 @@ from tandem.models import small_copy
 from tandem.models.architectures import may_pack
 from tandem.models.double_precision import double_precision
 from tandem.models.families import FILE, Family, families
+from tandem.models.loading import load_config
 from tandem.models.lora import add_adapters, is_adapter
 from tandem.models.packed_check import check_packed, packing_error
 from tandem.models.tensor_parallel import check_tensor_parallel
@@ -36,6 +37,8 @@ from tandem.trainer.trial import LIMIT, native_difference
 
 # Fields that the default config of transformers leaves open, or that make the model causal.
 NEEDED: dict[str, dict[str, Any]] = {
+    **{kind: {"head_dim": 128} for kind in ("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "xlm": {"causal": True},
@@ -110,7 +113,9 @@ def tried(name: str, *, long: bool = True) -> Family:
 def _longer(folder: str) -> float:
     """Return the largest error of sequences of up to 300 tokens, with windows of 40."""
     with patch.multiple(small_copy, _WINDOW=40, _POSITIONS=512, _STRETCHED=64):
-        return packing_error(folder, LENGTHS)
+        text = load_config(folder).get_text_config()
+        most = getattr(text, "max_position_embeddings", None) or LENGTHS[0]
+        return packing_error(folder, [min(length, most) for length in LENGTHS])
 
 
 def _native(own: Any) -> tuple[bool, str]:

@@ -26,6 +26,7 @@ _PERIODS = ("period", "interval", "freq", "step", "pattern", "offset", "first_k"
 _SAME = ("theta", "base", "seed", "num_", "n_head", "_heads", "group", "version", "precision")
 _HEAD, _HIDDEN, _EXPERTS, _DEEPEST = 8, 32, 16, 12
 _FEED_FORWARD = 128
+_GROUPS = 16  # experts are divided into groups of equal size
 _SMALLEST_SIZE = 32
 _FEED_FORWARDS = ("moe_intermediate", "ffn", "intermediate_size")
 
@@ -142,7 +143,9 @@ def _smaller(name: str, value: Any, factor: int) -> Any:
     if most is not None:
         return min(value, most)
     if "expert" in name and "size" not in name and "dim" not in name:
-        return _halved(value, _EXPERTS)
+        while value // 2 >= _EXPERTS and value % _GROUPS == 0:
+            value //= 2
+        return value
     if value < _SMALLEST_SIZE or any(word in name for word in _SAME):
         return value
     smaller = max(1, value // factor)
