@@ -209,8 +209,7 @@ class EngineConfig(SamplingSection):
         enforce_eager: On CUDA, launch the kernels of each step one by one instead of replaying CUDA graphs.
         block_size: Tokens per block of the KV cache.
         num_gpu_blocks_override: Number of blocks in the KV cache, regardless of the available memory. null:
-            determined by memory and need. If layers have windows, a block of the layers with each window
-            counts as one block together.
+            determined by memory and need. A block stores block_size tokens of all layers.
         tensor_model_parallel_size: Number of devices that split each layer of the native, vllm or sglang
             engine (tensor parallelism). If the run has more devices, more engines run in parallel on other
             samples.

@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves
 
 from tandem.errors import EngineError
-from tandem.models.packing import Packing
+from tandem.models.attention import is_packed
 from tandem.models.tensor_group import joined
 from tandem.observability.metrics import Metrics
 
@@ -191,7 +191,7 @@ class ActivationOffload:
     These saved tensors stay on the device:
 
     - parameters.
-    - tensors that all layers share: keyword arguments of the layer, such as positions and packing.
+    - tensors that all layers share: keyword arguments of the layer, such as positions and the mask.
     - small tensors.
     - all tensors of the last layer, because the backward pass starts there.
     - outputs of operators that gradient checkpointing keeps.
@@ -323,8 +323,8 @@ def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
     for leaf in tree_leaves(kwargs):
         if isinstance(leaf, Tensor):
             shared.append(leaf)
-        elif isinstance(leaf, Packing):
-            shared += leaf.tensors
+        elif is_packed(leaf):
+            shared += leaf.tokens.tensors
     return {_part(tensor).untyped_storage().data_ptr() for tensor in shared}
 
 

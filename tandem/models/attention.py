@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tandem.errors import ModelError
 from tandem.models.attention_kernels import TORCH, Kernel, choose_kernel, make_kernel, torch_varlen
-from tandem.models.masks import mask_of, register_attention
+from tandem.models.masks import Mask, mask_of, register_attention
 from tandem.models.packing import Packing
 from tandem.models.rectangles import Scores, rectangular
 from tandem.models.sequence_parallel import SequenceSplit
@@ -27,6 +27,11 @@ from tandem.models.tensor_group import local
 PACKED = "tandem_packed"
 
 _UNSUPPORTED = ("position_bias",)
+
+
+def is_packed(mask: Any) -> bool:
+    """Return whether an argument of a layer is the mask of packed sequences."""
+    return isinstance(mask, Mask) and isinstance(mask.tokens, Packing)
 
 
 def packed_attention(
@@ -73,6 +78,7 @@ def packed_attention(
             expected="causal attention without biases, called through PolicyModel or ValueModel",
         )
     packing = mask.tokens.chunked(mask.chunk) if mask.chunk else mask.tokens
+    query = by_position(module, query, mask.tokens.position_ids)
     window = mask.window if mask.window < packing.max_length else 0
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks_H = None if s_aux is None else local(s_aux)
@@ -85,6 +91,20 @@ def packed_attention(
     if packing.split is not None:
         out_NHD = packing.split.to_tokens(out_NHD)
     return out_NHD.unsqueeze(0), None
+
+
+def by_position(module: Any, query_1HND: Tensor, positions_N: Tensor) -> Tensor:
+    """Correct the scale of Llama 4's queries, which transformers computes from a token's index in the row."""
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
+        return query_1HND
+
+    def scale(places_N: Tensor) -> Tensor:
+        steps_N = torch.floor((places_N + 1.0) / module.floor_scale)
+        scale_N: Tensor = torch.log1p(steps_N) * module.attn_scale + 1.0
+        return scale_N
+
+    factor_N = scale(positions_N) / scale(torch.arange(len(positions_N), device=positions_N.device))
+    return query_1HND * factor_N.to(query_1HND.dtype).unsqueeze(-1)
 
 
 def _computed(rows: list[Tensor], packing: Packing, scores: Scores, kernel: Kernel) -> Tensor:

@@ -5,7 +5,7 @@ attention. Attention itself is not compiled. Its shapes depend on the sequences 
 Ulysses it exchanges tokens between ranks. In the compiled operations only the number of tokens varies. So one
 compilation is used for every micro-batch and for every layer of the same structure.
 
-A layer runs uncompiled if it is called without a packing, as in a rollout, or with so few tokens that
+A layer runs uncompiled if it is called without packed sequences, as in a rollout, or with so few tokens that
 compiled kernels are not faster.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import ConfigError
-from tandem.models.attention import no_view
+from tandem.models.attention import is_packed, no_view
 from tandem.models.heads import token_log_probs
 from tandem.models.heads.compiled import token_log_probs as compiled_log_probs
 from tandem.models.pipeline import own_layers
@@ -64,8 +64,8 @@ def require_compiler(device: torch.device) -> None:
 def compile_model(model: PackedModel) -> None:
     """Compile the layers of a model in place. For a policy, also compile the tiled PyTorch head.
 
-    A layer runs compiled only if it is called with a packing. Call this before gradient checkpointing is set
-    up and before the layers are sharded.
+    A layer runs compiled only if it is called with packed sequences. Call this before gradient checkpointing
+    is set up and before the layers are sharded.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
@@ -78,7 +78,7 @@ def compile_model(model: PackedModel) -> None:
 
 def _forward(plain: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     hidden_1ND: Tensor = args[0] if args else kwargs["hidden_states"]
-    if kwargs.get("packing") is None or hidden_1ND.shape[1] < _MIN_TOKENS:
+    if not any(map(is_packed, (*args, *kwargs.values()))) or hidden_1ND.shape[1] < _MIN_TOKENS:
         return plain(*args, **kwargs)
     out = compiled(*args, **kwargs)
     # FSDP warns about layers that return views, because an in-place change of a view would lose FSDP's hook.

@@ -117,9 +117,10 @@ class Packing:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors on the device."""
-        found = (self.position_ids, self.cu_seqlens, self.places)
-        return [tensor for tensor in found if tensor is not None]
+        """The tensors on the device, also those of the chunks."""
+        found = [tensor for chunks in self._chunked.values() for tensor in chunks.tensors]
+        found += [self.position_ids, self.cu_seqlens]
+        return found if self.places is None else [*found, self.places]
 
 
 def _rectangles(lengths_B: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:

@@ -18,7 +18,7 @@ LONGEST = 40
 """The length of a sequence, in tokens, that exceeds every window, chunk and angle limit of a small copy."""
 _VOCABULARY = 96
 _WINDOW, _POSITIONS, _STRETCHED = 8, 64, 16
-_WINDOWS = ("window", "chunk", "block_size")  # substrings of config keys that set a limit
+_WINDOWS = ("window", "chunk", "block_size", "floor_scale")  # substrings of config keys that set a limit
 _NO_WINDOWS = ("layer", "pattern", "feed_forward")
 _POSITION_LIMITS = ("position", "n_ctx", "max_seq", "seq_len")
 _ALL_LAYERS = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers", "n_layers")

@@ -163,7 +163,11 @@ def test_saved_tensors_are_what_is_kept():
     storages = {}
 
     def run(layer, forward, *args, **kwargs):
-        shared = [*layer.parameters(), *kwargs["packing"].tensors, *kwargs["position_embeddings"]]
+        shared = [
+            *layer.parameters(),
+            *kwargs["attention_mask"].tokens.tensors,
+            *kwargs["position_embeddings"],
+        ]
         outside = {tensor.untyped_storage().data_ptr() for tensor in (*shared, kwargs["position_ids"])}
 
         def keep(tensor):

@@ -99,7 +99,7 @@ def saved_bytes(policy, at_least=0):
     found = []
 
     def run(layer, forward, *args, **given):
-        shared = [*layer.parameters(), *given["packing"].tensors, *given["position_embeddings"]]
+        shared = [*layer.parameters(), *given["attention_mask"].tokens.tensors, *given["position_embeddings"]]
         outside = {tensor.untyped_storage().data_ptr() for tensor in (*shared, given["position_ids"])}
         storages = {}
 

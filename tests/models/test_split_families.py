@@ -43,7 +43,9 @@ def small_model(kind):
     """Return a model with random weights, equal at each call."""
     config = CONFIG_MAPPING[kind](**KEYS.get(kind, {}), pad_token_id=None)
     model_class, config = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], small_copy(config)
-    packs = may_pack(model_class, config)
+    text, packs = config.get_text_config(), may_pack(model_class, config)
+    if getattr(text, "intermediate_size", None):
+        text.intermediate_size += text.intermediate_size % 2
     attention = PACKED if packs else rows_attention(model_class, config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -17,8 +17,8 @@ STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
-FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2")
-"""Models with windows, chunks, sinks, soft caps or experts. They train in double precision."""
+FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
+"""Models with windows, sinks, soft caps or experts. They train in double precision."""
 EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
 OFFLOADED = {"enable_activation_offload": True}
 
@@ -50,6 +50,7 @@ FEATURES = {
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
     **{name: ({"of": name}, {}) for name in FAMILIES},
+    "llama4": ({"of": "llama4", "precision": "fp32"}, {}),
     "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
     "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),

@@ -140,9 +140,8 @@ class NativeEngine(ModuleEngine):
 
     def _blocks(self, lengths: Collection[tuple[int, int]]) -> list[int]:
         """Return how many blocks sequences can fill, given the lengths of their prompts and of the whole."""
-        groups, scheduler = self._store.room.groups, self._scheduler
-        size, step = scheduler.block_size, scheduler.step
-        return [groups.blocks(whole, min(prompt, step), size) for prompt, whole in lengths]
+        blocks, size = self._store.room.groups.blocks, self._scheduler.block_size
+        return [blocks(whole, self._scheduler.most_at_once(prompt), size) for prompt, whole in lengths]
 
     def update_weights(self, source: WeightSource, version: int) -> Digest:
         """Set new weights. Running sequences continue with the new weights and keep their keys and values.

@@ -10,7 +10,7 @@ The shape suffixes of `paged` apply. A leading 1 is the dimension of the single 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
+from tandem.models.attention import by_position
 from tandem.models.masks import Mask, attending, register_attention
 
 _ATTENTION = "tandem_rollout"
@@ -28,6 +29,13 @@ _REMEDY = "use rollout.name=hf for this model"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")  # their angles depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
 """Computes attention from (layer, query (T, N, D), keys (T, H, D), values, sight)."""
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a step: their positions, and the function that computes their attention."""
+
+    positions_T: Tensor
+    call: _Call
 
 
 class ModuleRunner:
@@ -102,7 +110,7 @@ class ModuleRunner:
         return self._forward(step.ids_T, step.positions_T, step.logits_L, paged)
 
     def _forward(self, ids_T: Tensor, positions_T: Tensor, logits_L: Tensor, call: _Call) -> Tensor:
-        with borrowed(self._module, _ATTENTION), attending(call):
+        with borrowed(self._module, _ATTENTION), attending(_Tokens(positions_T, call)):
             out = self._module(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
@@ -135,10 +143,11 @@ def _attention(
         unsupported.append("a mask that is not one of transformers.masking_utils")
     if unsupported:
         raise _refusal(f"this model's attention uses {', '.join(unsupported)}", got=type(layer).__name__)
+    query_1NTD = by_position(layer, query_1NTD, attention_mask.tokens.positions_T)
     query_TND, keys_THD, values_THD = (part[0].transpose(0, 1) for part in (query_1NTD, key_1HTD, value_1HTD))
     query_TND = query_TND * (query_TND.shape[-1] ** -0.5 if scaling is None else scaling)
     sight = Sight(attention_mask.window, attention_mask.chunk, softcap or 0.0, s_aux)
-    out_TND: Tensor = attention_mask.tokens(layer.layer_idx, query_TND, keys_THD, values_THD, sight)
+    out_TND: Tensor = attention_mask.tokens.call(layer.layer_idx, query_TND, keys_THD, values_THD, sight)
     return out_TND[None], None
 
 
@@ -151,12 +160,10 @@ def _check(config: Any, max_length: int) -> None:
         for part in by_layer or [rope]
         if part.get("rope_type") in _ROPE_BY_LENGTH
     }
-    if getattr(config, "attn_temperature_tuning", None):
-        limits["attn_temperature_tuning"] = config.floor_scale - 1
     for name, limit in limits.items():
         if max_length > limit:
             raise _refusal(
-                "the model's arithmetic for a token depends on the other sequences of a batch",
+                "the model's rotary angles change with the longest sequence of a batch",
                 got=f"{name} and sequences of up to {max_length} tokens",
                 expected=f"at most {limit} tokens",
                 remedy=f"{_REMEDY}, or use shorter sequences",

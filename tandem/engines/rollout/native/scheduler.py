@@ -99,10 +99,12 @@ class Scheduler:
         self._arrivals = 0
         self._root = 0  # the first input of all digests
 
-    @property
-    def step(self) -> int:
-        """Return the maximum number of tokens of one sequence that a step computes."""
-        return self.max_num_batched_tokens if self.chunked else self.max_length
+    def most_at_once(self, prompt: int) -> int:
+        """Return how many tokens of a sequence a step must be able to compute.
+
+        If prompts are not divided, this is the whole sequence, which is computed again after a preemption.
+        """
+        return min(prompt, self.max_num_batched_tokens) if self.chunked else self.max_length
 
     @property
     def running(self) -> int:
@@ -296,7 +298,7 @@ class Scheduler:
         reused = found.length * self.block_size
         alone = len(draft.rows) == draft.decoding
         fits = length - reused <= draft.budget or (draft.budget > 0 if self.chunked else alone)
-        added = self.blocks.groups.blocks(length - reused, self.step, self.block_size)
+        added = self.blocks.groups.blocks(length - reused, self.most_at_once(length), self.block_size)
         if not fits or not self._spare(row, added + self.blocks.pool.idle(np.concatenate(found.blocks))):
             return False
         self.blocks.share(row, found)

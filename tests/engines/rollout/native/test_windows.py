@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tandem.engines.rollout.base import generate
+from tandem.engines.rollout.native import memory
 from tandem.memory.cache import layer_groups
 from tests.engines.rollout.case import drain, native, request
 from tests.support.marks import slow_but
@@ -93,6 +94,21 @@ def test_samples_prefixes_preemptions_and_aborts(name, options, tiny, make_reque
     engine.submit(follow)
     samples = drained(engine)
     check_log_probs(model, follow, samples)
+
+
+@pytest.mark.parametrize("options", slow_but([{}], [{}, {"enable_chunked_prefill": False}]), ids=str)
+def test_the_smallest_cache_that_is_accepted_is_enough(options, tiny, monkeypatch):
+    """Preempted sequences are computed again, which takes more tokens at once than their prompts have."""
+    model = tiny("qwen3_window", torch.float64)
+    requests = [request(str(i), prompt=[i, 7, 9], max_tokens=57) for i in range(4)]
+    engine = make(model, **options)
+    blocks, per_block = engine._blocks([(3, 60)])[0], engine._store.per_block(engine._steps.runner)
+    monkeypatch.setattr(memory, "cache_budget", lambda *_: blocks * per_block)
+    engine.submit(requests)
+    samples = drained(engine)
+    assert engine._store.blocks == blocks == (15 + 4 if not options else 30)
+    assert engine.stats()["preemptions"] > 0
+    check_log_probs(model, requests, samples)
 
 
 @every_model

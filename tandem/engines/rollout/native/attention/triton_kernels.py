@@ -66,6 +66,19 @@ def _first_column(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr
 
 
 @triton.jit
+def _begun(
+    sinks: tl.tensor, head: tl.tensor, sunk: tl.tensor, ROWS: tl.constexpr, SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first sums of weights and peak scores. A sink counts as a column whose value is 0."""
+    total = tl.zeros((ROWS,), tl.float32)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    if SINKS:
+        total = tl.where(sunk, 1.0, 0.0)
+        peak = tl.load(sinks + head, mask=sunk, other=float("-inf")).to(tl.float32) * _LOG2_E
+    return total, peak
+
+
+@triton.jit
 def _add_tile(
     weighted: tl.tensor, total: tl.tensor, peak: tl.tensor, query: tl.tensor, position: tl.tensor,
     keys: tl.tensor, values: tl.tensor, table: tl.tensor, lowest: int, length: int, tile: int,
@@ -200,12 +213,7 @@ def attend_kernel(
     begin, full_begin, full_end, end = _tiles(
         earliest, length, split, TOKENS, SPLITS, LEAST_TILES, WINDOW, CHUNK, TILE)
     weighted = tl.zeros((ROWS, E_PAD), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    if SINKS:  # in the first split only, as a column whose value is 0
-        sunk = real & (row >= split * ROWS)
-        peak = tl.load(sinks + head, mask=sunk, other=float("-inf")).to(tl.float32) * _LOG2_E
-        total = tl.where(sunk, 1.0, 0.0)
+    total, peak = _begun(sinks, head, real & (row >= split * ROWS), ROWS, SINKS)  # sinks in the first split
     keys, values = keys + kv_head * (D * BLOCK), values + kv_head * (BLOCK * E)
     table = tables + sequence.to(tl.int64) * table_stride
     if WINDOW + CHUNK > 0:
