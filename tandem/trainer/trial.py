@@ -17,7 +17,8 @@ from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.errors import EngineError, TandemError
 from tandem.models.double_precision import double_precision
-from tandem.models.packed_check import check_packed, require_sound
+from tandem.models.packed_check import check_packed
+from tandem.models.packed_verdict import require_sound
 from tandem.models.small_copy import LONGEST, window_limits
 from tandem.protocol import Request, SamplingParams
 

@@ -14,7 +14,8 @@ from tandem.models import attention, masks, packed_check, packing, rectangles
 from tandem.models.families import families
 from tandem.models.loading import load_config
 from tandem.models.logits import LogitRule
-from tandem.models.packed_check import PackedCheck, check_packed, require_sound
+from tandem.models.packed_check import check_packed
+from tandem.models.packed_verdict import PackedCheck, require_sound
 from tandem.models.small_copy import LONGEST, small_copy, window_limits
 from tests.models.small import OTHER_HEADS, SHAPE, make_engine, save
 from tests.support.marks import slow_but

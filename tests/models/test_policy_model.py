@@ -7,9 +7,9 @@ from transformers import AutoModel
 from tandem.engines.train.base import REFERENCE
 from tandem.engines.train.microbatch import assemble
 from tandem.errors import ConfigError, EngineError
+from tandem.models.double_precision import double_precision
 from tandem.models.loading import load_policy
 from tandem.models.logits import with_bias
-from tandem.models.packed_check import double_precision
 from tandem.models.packing import pack
 from tandem.models.policy import PolicyModel
 from tandem.models.value import ValueModel

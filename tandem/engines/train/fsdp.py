@@ -39,7 +39,8 @@ from tandem.models.activations import Managed, Switch, manage_activations
 from tandem.models.collectives import CollectiveMeter, all_reduce_bytes
 from tandem.models.compiled import compile_model
 from tandem.models.lora import draw_adapters
-from tandem.models.packed_check import LIMITS, check_sequences, require_packed
+from tandem.models.packed_check import check_sequences
+from tandem.models.packed_verdict import LIMITS, require_packed
 from tandem.models.parallel import shard
 from tandem.models.pipeline import present
 from tandem.models.policy import varied
