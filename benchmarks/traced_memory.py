@@ -128,7 +128,7 @@ def as_on_a_gpu() -> Iterator[None]:
         with unset_fake_temporarily():
             return kept[2](*args)
 
-    attention.rectangular, tiled.TILE_BYTES["cpu"] = torch_varlen, tiled.TILE_BYTES["cuda"]
+    attention.rectangular, tiled.TILE_BYTES["cpu"] = torch_varlen.attend, tiled.TILE_BYTES["cuda"]
     DeviceMesh._concatenate = real
     try:
         yield

@@ -329,7 +329,7 @@ FIGURES = (
     viewer, sandbox, reward_pool, demo_tasks, healthy_runs, tutorials, scoreboard, bench, *PLANS,
 )  # fmt: skip
 SHOWN = {f"{each.__name__}.json": each for each in FIGURES}
-UNSHOWN = {"weight_sync.json"}
+UNSHOWN = {"families_learn.json", "weight_sync.json"}
 """Files without a figure on any page."""
 
 

@@ -11,48 +11,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.models.weight_files import persistent_buffers
 from tandem.offline.export import export_checkpoint
 from tandem.protocol import DataProto, Ragged
 from tests.e2e.shop import finish, start
 from tests.engines.train.synthetic import output
+from tests.support.families import FAMILIES, WINDOW, make_family
 from tests.support.marks import slow_but
 from tests.support.runs import REWARD_HEAD, assert_same
 from tests.support.school import school
-from tests.support.tiny import make_model
 from tests.support.words import words as full_words
 
 __all__ = ["school"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
-WINDOW = 8
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 3}
-LONG |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-FAMILIES = {
-    "gpt_oss": WINDOWS | EXPERTS | {"head_dim": 8},
-    "gemma3_text": WINDOWS | {"head_dim": 8},
-    "olmo3": WINDOWS,
-    "phi3": {"rope_parameters": LONG, "original_max_position_embeddings": 3, "sliding_window": None},
-    "llama4_text": {
-        **EXPERTS,
-        **{"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]},
-        **{"head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": [0], "no_rope_layers": [1, 0]},
-    },
-    "glm4_moe": {
-        **{"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-        **{"moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "qwen3_next": {
-        **{"layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
-        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
-    },
-}
 IN_ROWS = ("lfm2", "qwen3_next")
 """Architectures whose sequences have rows of their own."""
 BY_HF = (*IN_ROWS, "phi3")
@@ -69,17 +41,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 def model(tmp_path_factory):
     """Return a function from the name of a family to the folder of a random model."""
     folder = tmp_path_factory.mktemp("families")
-
-    @cache
-    def made(family: str) -> Path:
-        path = make_model(folder / family, kind=family, **FAMILIES[family])
-        loaded = AutoModelForCausalLM.from_pretrained(path)
-        for constant in persistent_buffers(loaded).values():
-            constant.add_(0.3 * torch.randn_like(constant))
-        loaded.save_pretrained(path)
-        return path
-
-    return made
+    return cache(lambda family: make_family(folder / family, family))
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from transformers import AutoTokenizer
 from tandem.observability.reading import Run
 from tandem.trainer.replay import replay
 from tests.engines.rollout.vllm.models import build
+from tests.support.families import make_family
 from tests.support.runs import Lab
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -31,3 +32,14 @@ def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster, tmp_pat
         assert row["actor/grad_norm"] > 0
     found = replay(Run(run.folder), STEPS)  # nothing is generated, so vLLM is not needed
     assert found.equal and found.recorded["actor/grad_norm"] == run.rows[-1]["actor/grad_norm"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "phi3"])
+def test_windows_fused_layers_and_stretched_angles(tmp_path, family):
+    """The trainer uses the classes of transformers with which vLLM runs olmo3."""
+    lab = Lab(tmp_path)
+    model = make_family(tmp_path / family, family, head_dim=32, initializer_range=0.06)
+    words = f"M.path={model} R.name=vllm R.max_num_seqs=8 data.max_response_length=24 steps={STEPS}"
+    for row in lab.run("run", lab.letters, words).rows:
+        assert row["rollout/log_prob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0

@@ -157,14 +157,15 @@ def test_without_a_model_of_its_own_a_stream_is_refused_and_the_weights_stay(nam
     assert set(sample.versions) == {0}
 
 
-def test_a_model_with_buffers_that_nobody_sends_is_refused(tmp_path):
+def test_constants_of_the_folder_are_read(tmp_path):
     """The experts' biases of DeepSeek-V3 are not parameters, and no trainer sends them."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
     heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1}
     layers = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     config = DeepseekV3Config(**sizes, **heads, **layers, n_routed_experts=4, num_experts_per_tok=2)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="buffer") as caught:
-        OwnWeights(tmp_path, CPU).load(stream(DeepseekV3ForCausalLM(config)))
-    assert caught.value.field == "model.layers.0.mlp.gate.e_score_correction_bias"
+    model = DeepseekV3ForCausalLM(config)
+    bias = model.model.layers[0].mlp.gate.e_score_correction_bias.normal_()
+    model.save_pretrained(tmp_path)
+    module = OwnWeights(tmp_path, CPU).load(stream(model)).module
+    assert torch.equal(module.get_buffer("model.layers.0.mlp.gate.e_score_correction_bias"), bias)

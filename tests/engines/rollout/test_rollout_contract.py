@@ -123,6 +123,16 @@ def test_log_probs_are_as_precise_as_the_model(name, tiny, make_requests, dtype,
         np.testing.assert_allclose(sample.log_probs, log_probs(model, asked, sample), atol=precision)
 
 
+@pytest.mark.parametrize("name", ["native-module", "hf"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2"])
+def test_sinks_and_soft_caps_of_attention(name, tiny, make_requests, kind):
+    model, requests = tiny(kind), make_requests(8, temperature=0.8)
+    samples = generate(make_engine(name, model), requests)
+    model.set_attn_implementation("eager")
+    for asked, sample in zip(requests, samples, strict=True):
+        np.testing.assert_allclose(sample.log_probs, log_probs(model, asked, sample), atol=1e-4)
+
+
 def test_an_engine_that_stands_still_is_given_up(make_requests, monkeypatch):
     waiting, clock = [], [0.0]
 

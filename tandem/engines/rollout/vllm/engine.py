@@ -22,6 +22,7 @@ from zlib import crc32
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 from vllm import SamplingParams as VLLMSamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind
@@ -38,6 +39,7 @@ from tandem.engines.rollout.vllm.process import (
     Options,
     check_temperature,
     check_whole,
+    keep_own_calls,
     process_state_kept,
     sampling,
 )
@@ -106,6 +108,8 @@ class VLLMEngine:
         with process_state_kept():
             self._engine = _make_engine(arguments, self._load)
         self._model = self._engine.collective_rpc("get_model")[0]
+        for kind in {type(part) for part in self._model.modules() if isinstance(part, PreTrainedModel)}:
+            keep_own_calls(kind)
         self._memory = (HostMemory if made.on_host else DeviceMemory)(self._engine)
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.draws.keyed import seed_of
@@ -229,6 +230,23 @@ def sampling(request: Request) -> dict[str, Any]:
         "logprobs": 0,
         "detokenize": False,
     }
+
+
+def keep_own_calls(kind: Any) -> None:
+    """Let models that vLLM has not made be called as PyTorch calls modules.
+
+    vLLM runs some architectures with classes of transformers, and changes how these classes are called. The
+    trainer's model may have the same class.
+    """
+    of_vllm = vars(kind).get("__call__")
+    if of_vllm is None:
+        return
+
+    def call(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+        run = of_vllm if hasattr(module, "do_not_compile") else nn.Module.__call__
+        return run(module, *inputs, **options)
+
+    kind.__call__ = call
 
 
 @contextmanager

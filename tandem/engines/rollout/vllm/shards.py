@@ -52,7 +52,7 @@ def held_weights(model: Any) -> Iterator[HeldWeight]:
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         parent, _, last = path.rpartition(".")
-        if last in joined:
+        if joined.get(last, [last]) != [last]:
             yield from _parts(f"{parent}.{{}}.{leaf}", joined[last], layers[path], parameter)
         else:
             yield _held_weight(name, layers[path], parameter)
