@@ -131,7 +131,9 @@ def test_response_tokens_follow_each_other(lengths, seed, holes):
     torch.testing.assert_close(tokens.whitened(taken), whitened(values, mask), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mask", "111111 011011 110110 000000 001100 101000 010101 011101".split())
+@pytest.mark.parametrize(
+    "mask", ["111111", "011011", "110110", "000000", "001100", "101000", "010101", "011101"]
+)
 def test_tokens_are_moved_only_where_a_tool_wrote_in_between(mask):
     """The batch has two sequences of three tokens, and an empty sequence at either end."""
     inside = torch.tensor([each == "1" for each in mask])
