@@ -25,6 +25,13 @@ time.sleep(600)
 """
 
 
+LAST_WORDS = """
+from tandem.lifetime import end_now, last_words
+last_words += [lambda: print(1, flush=True), lambda: 1 / 0, lambda: print(2, flush=True)]
+end_now(7)
+"""
+
+
 def lives(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -114,6 +121,11 @@ def test_the_next_start_removes_what_a_killed_process_left_and_nothing_else(tmp_
         for process in (killed, alive):
             process.kill()
             process.communicate()
+
+
+def test_the_last_word_is_said_first_and_a_failure_keeps_none_from_speaking():
+    ended = subprocess.run([sys.executable, "-c", LAST_WORDS], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (7, "2\n1\n")
 
 
 def test_another_users_folder_stays(tmp_path):

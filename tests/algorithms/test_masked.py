@@ -1,6 +1,7 @@
 """Sums, statistics and places of response tokens, and statistics of groups."""
 
 import math
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -38,6 +39,16 @@ def test_sums_spreads_and_kept_tokens(lengths, seed):
         assert torch.equal(spread[row], torch.where(mask[row], i + 1.0, 0.0))
         assert kept.indices[kept.offsets[i] : kept.offsets[i + 1]].tolist() == mine
     assert (kept.offsets[0], kept.offsets[-1]) == (0, len(kept.indices))
+
+
+@pytest.mark.parametrize("tile", [1, 7, 64])
+def test_a_sequence_in_several_tiles_has_one_sum(monkeypatch, tile):
+    monkeypatch.setattr(masked, "_TILE", tile)
+    lengths = [3, 0, 64, 65, 1, 200, 0, 7]
+    values = torch.randn(sum(lengths), dtype=torch.float64)
+    wanted = [math.fsum(part.tolist()) for part in values.split(lengths)]
+    sums = masked.segment_sum(values, torch.tensor([0, *accumulate(lengths)]))
+    assert sums.tolist() == pytest.approx(wanted, abs=1e-12)
 
 
 @given(lengths=EDGES, seed=SEEDS)
@@ -120,7 +131,9 @@ def test_response_tokens_follow_each_other(lengths, seed, holes):
     torch.testing.assert_close(tokens.whitened(taken), whitened(values, mask), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("mask", ["111111", "011011", "110110", "000000", "001100", "101000", "010101"])
+@pytest.mark.parametrize(
+    "mask", ["111111", "011011", "110110", "000000", "001100", "101000", "010101", "011101"]
+)
 def test_tokens_are_moved_only_where_a_tool_wrote_in_between(mask):
     """The batch has two sequences of three tokens, and an empty sequence at either end."""
     inside = torch.tensor([each == "1" for each in mask])

@@ -1,9 +1,14 @@
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tandem.api.notebook import LiveCurve
+from tandem.trainer.loop import Step
 from tests.support.tiny import make_model
 
 CELLS = [
@@ -27,6 +32,20 @@ trainer.close()
 (trainer.run.steps, trainer.run.state)
 """,
 ]
+
+
+def test_the_curve_fills_the_picture(monkeypatch):
+    drawn = []
+    shown = SimpleNamespace(update=drawn.append)
+    kernel = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
+    display = SimpleNamespace(SVG=str, display=lambda first, display_id: drawn.append(first) or shown)
+    monkeypatch.setitem(sys.modules, "IPython", kernel)
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    curve = LiveCurve()
+    for number, reward in ((11, 0.5), (12, 0.25), (15, 1.0)):
+        curve(Step(number, {"reward/mean": reward}, interrupted=False))
+    places = [re.findall('points="(.*?)"', each) for each in drawn]
+    assert places[0] == ["40.0,135.0"] and places[2] == ["40.0,98.3 185.0,135.0 620.0,25.0"]
 
 
 @pytest.mark.slow

@@ -70,8 +70,17 @@ def test_pruning_leaves_checkpoints_of_later_steps_and_other_files_alone(tmp_pat
     saved(tmp_path, 10, 20, 30)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "notes.tmp").write_text("mine")
-    saved(tmp_path, 15, keep=1)
+    later = saved(tmp_path, 15, keep=1).later_than(15)
+    assert [path.name for path in later] == ["step_000030", "step_000020"]
     assert names(tmp_path) == ["notes.tmp", "notes.txt", "step_000015", "step_000020", "step_000030"]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr("tandem.checkpoint.staging.sync", flushed.append)
+    path = saved(tmp_path, 1).latest().path
+    inside = {path.with_suffix(".tmp") / each.relative_to(path) for each in (path, *path.rglob("*"))}
+    assert (set(flushed[:-1]), flushed[-1]) == (inside, tmp_path)
 
 
 def test_keep_below_one(tmp_path):

@@ -44,7 +44,7 @@ def test_the_words_of_a_request():
     assert requested(words) == Request("run.sh", ("e=f", "--call"), 2, 9.0, ("a=b", "c=d"))
 
 
-@pytest.mark.parametrize("words", ["=x --call 1.5", "=x --call=0", "=x --call", ""])
+@pytest.mark.parametrize("words", ["=x --call 1.5", "=x --call=0", "=x --call= 2", "=x --call", ""])
 def test_requests_that_are_not_understood(words, typed):
     status, _, err = typed("train", *f"--from-verl{words}".split())
     assert status == 2 and err.startswith("tandem train: ")

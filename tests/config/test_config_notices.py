@@ -88,6 +88,7 @@ A.use_kl_loss=true A.kl_loss_coef=0.5 A.kl_loss_type=k2 REF.reset_interval=100 R
 G.use_kl_in_reward=true G.kl_penalty=abs G.kl_ctrl.kl_coef=0.2 REF.fsdp_config.param_offload=true
 A.use_kl_loss=true G.use_kl_in_reward=true R.min_tokens=3 R.ignore_eos=true R.stop=[END]
 A.use_kl_loss=true FS.pipeline_parallel_size=2 T.n_gpus_per_node=2
+A.use_kl_loss=true REF.fsdp_config.pipeline_parallel_size=2 T.nnodes=2 M.enable_activation_offload=true
 G.mask_truncated_completions=true R.ignore_eos=true R.stop=end
 A.use_kl_loss=true REF.fsdp_config.param_offload=true
 GRPO G.norm_adv_by_std_in_grpo=false R.n_schedule={1: 4, 100: 8}

@@ -156,6 +156,8 @@ def test_devices_share_the_work_and_split_layers_their_weights(tmp_path):
     decode = [each["generate_sequences"].bytes for each in (one, two, split)]
     assert decode[1] - decode[2] == pytest.approx(21 * weights / 2)  # as many steps of half the work
     assert one["old_log_prob"].bytes - 2 * split["old_log_prob"].bytes == pytest.approx(0)
+    uneven = step_work(config(tmp_path, words), SHAPE, sizes[0], np.array([20] * 7 + [30]), item=4)
+    assert uneven["generate_sequences"].calls == split["generate_sequences"].calls + 10 * SHAPE.decoder.layers
     adapters = config(tmp_path, "actor_rollout_ref.model.lora_rank=2")
     saved = one["update_actor"].bytes - step_work(adapters, SHAPE, *sizes, item=4)["update_actor"].bytes
     few = 3 * 2 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32 + 3 * (32 + 80))  # of the seven matrices

@@ -15,6 +15,7 @@ from tests.support.viewing import (
     STEPS,
     TOKENS,
     await_samples,
+    sample_table,
     viewing,
     write_viewed,
     write_viewed_step,
@@ -125,6 +126,17 @@ def test_a_sample_has_its_turns_tokens_and_group(client, run):
     assert [row["id"] for row in found["group"]] == [f"step_000003:{row}" for row in range(GROUP)]
     window = client.ask("sample", run=run, id="step_000003:1", start=6)
     assert (window["tokens"]["ids"], window["columns"]["advantages"]) == (TOKENS[6:], [None, 2])
+
+
+def test_a_group_ends_at_its_file(tmp_path):
+    """In validation, a prompt has the same uid at every step."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.write_samples(step, sample_table(1))
+    index = SampleIndex(tmp_path)
+    for path in index.pending():
+        index.read(path)
+    assert index.group(COUNT + 1).tolist() == [*range(COUNT, COUNT + GROUP)]
 
 
 def test_a_prompt_is_followed_over_the_run(client, run):

@@ -106,6 +106,7 @@ def still(**changes):
         (alike(1.0, mean=0.89), {"groups_alike": 30}),
         (alike(1.0, mean=0.9), {}),  # solved
         (alike(None), {}),  # no groups
+        (run(40, reward__mean=1.0, reward__min=1.0, reward__zero_std_share=1.0), {"reward_constant": 10}),
         *((fell(good, 0.0, low), {"reward_fell": good + 10}) for good in (10, 17, 30) for low in (0.0, -1.0)),
         (fell(10, 0.03), {"reward_fell": 20}),  # the best ten steps had 0.31
         (fell(10, 0.032), {}),

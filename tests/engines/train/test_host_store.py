@@ -83,6 +83,12 @@ def test_other_tensors_get_other_memory():
     assert found.tolist() == [2.0] * 900
 
 
+def test_tensors_that_changed_places_keep_their_values():
+    store = HostStore(CPU)
+    here = store.onload(store.offload([torch.ones(4), torch.zeros(4)]))
+    assert equal(store.offload(here[::-1]), [torch.zeros(4), torch.ones(4)])
+
+
 def test_a_tensor_that_wraps_others_goes_in_parts():
     """An 8-bit tensor, for example, wraps codes and scales."""
     store = HostStore(CPU, limit=1)

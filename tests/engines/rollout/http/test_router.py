@@ -212,6 +212,16 @@ def test_what_a_lost_replica_had_is_redone(failure):
     assert "one" in line and "2 requests" in line and str(failure) in line
 
 
+def test_what_a_lost_replica_had_comes_before_what_waits():
+    router, first, second = make(*(request(f"u{i}") for i in range(4)), window=1)
+    first.failure = EngineError("broken")
+    router.poll(0)
+    for _ in range(6):  # a poll returns samples, the next one assigns requests
+        second.finish()
+        router.poll(0)
+    assert second.uids == ["u1", "u0", "u2", "u3"]
+
+
 def test_a_replica_that_cannot_be_reached_gets_nothing_until_all_are_lost():
     router, first, second = make(names=["one", "two"])
     first.failure = ServerLost("no connection")
