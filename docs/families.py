@@ -38,6 +38,7 @@ from tandem.trainer.trial import LIMIT, native_difference
 # Fields that the default config of transformers leaves open, or that make the model causal.
 NEEDED: dict[str, dict[str, Any]] = {
     **{kind: {"head_dim": 128} for kind in ("glm4_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
+    "nemotron": {"num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 8},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
