@@ -51,6 +51,7 @@ COMMANDS = {
     "node": "srun tandem node -- tandem train config.yaml trainer.cluster.address=auto",
     "export": "tandem export runs/mine my-model --best",
     "check": "tandem check config.yaml actor_rollout_ref.rollout.n=8 --here",
+    "models": "tandem models gemma",
     "plan": "tandem plan config.yaml actor_rollout_ref.model.path=Qwen/Qwen2.5-7B --devices 8x80GB",
     "from-trl": "tandem from-trl train_grpo.py -o config.yaml",
     "from-openrlhf": "tandem from-openrlhf train.sh -o config.yaml",
