@@ -57,6 +57,7 @@ _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose embeddings are tied by default
 
 
+_WINDOWS = {"gemma2": {"sliding_window": 4096}, "gemma3_text": {"sliding_window": 512}}  # of published models
 _FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}  # each such layer has no window, if no other file says so
 
 
@@ -126,7 +127,8 @@ def published(name: str) -> dict[str, Any] | None:
     last = name.rstrip("/").rpartition("/")[2].lower()
     for pattern, values in PUBLISHED.items():
         if re.search(rf"(?:^|-){pattern}(?![\w.])", last):
-            return dict(zip((*_KEYS, *_EXPERT_KEYS), values, strict=False))
+            found = dict(zip((*_KEYS, *_EXPERT_KEYS), values, strict=False))
+            return found | _WINDOWS.get(found["model_type"], {})
     return None
 
 
