@@ -282,6 +282,11 @@ def demo_tasks(file: Any) -> Shown:
         yield "docs/tasks.md", f"| `{task}` | … {row}"
 
 
+def families_learn(file: Any) -> Shown:
+    for family, run in file["families"].items():
+        yield "docs/models.md", f"| `{family}` | " + " | ".join(f"{right:.3f}" for _, right in run["curve"])
+
+
 def healthy_runs(file: Any) -> Shown:
     told = f"{word(len(file['alarms']))} got a warning"
     yield (
@@ -326,10 +331,11 @@ def bench(file: Any) -> Shown:
 FIGURES = (
     rollout_vs_vllm, rollout_vs_sglang, grpo_step_vs_trl, gpu_decode, gpu_step, dispatch, controller_traffic,
     log_prob_head, packing, update_vs_trl, levers, advantages, learning_curves, learning_warnings, data_rows,
-    viewer, sandbox, reward_pool, demo_tasks, healthy_runs, tutorials, scoreboard, bench, *PLANS,
+    viewer, sandbox, reward_pool, demo_tasks, families_learn, healthy_runs, tutorials, scoreboard, bench,
+    *PLANS,
 )  # fmt: skip
 SHOWN = {f"{each.__name__}.json": each for each in FIGURES}
-UNSHOWN = {"families_learn.json", "weight_sync.json"}
+UNSHOWN = {"weight_sync.json", "window_model.json"}
 """Files without a figure on any page."""
 
 
