@@ -48,8 +48,7 @@ def unfit(config: RunsConfig) -> list[TandemError]:
     The data is read in the same way as in a run, so this can take as long as the start of a run.
     """
     examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
-    found = _errors(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
-    return list({str(error): error for error in found}.values())
+    return _errors(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
 
 
 def _errors(
@@ -77,12 +76,13 @@ def refuse(missing: list[TandemError]) -> None:
     """Raise an error if the list has errors.
 
     Raises:
-        TandemError: The list is not empty. Several messages are joined into one message.
+        TandemError: The list is not empty. Several messages are joined into one message, each once.
     """
-    if len(missing) == 1:
-        raise missing[0]
-    if missing:
-        raise TandemError("\n".join([f"{len(missing)} things are wrong or missing", *map(str, missing)]))
+    different = list({str(error): error for error in missing}.values())
+    if len(different) == 1:
+        raise different[0]
+    if different:
+        raise TandemError("\n".join([f"{len(different)} things are wrong or missing", *map(str, different)]))
 
 
 def _device(config: RunsConfig) -> None:

@@ -68,6 +68,9 @@ def test_several_things_are_said_at_once(lab, tmp_path, refused):
     error = refused("train", *lab.overrides(tmp_path / "run"), *words)
     telling = ("2 things are wrong or missing", "data.train_batch_size", "max_position_embeddings")
     assert all(text in error for text in telling)
+    override = "actor_rollout_ref.model.override_config.hidden_siz=32"  # two checks find it
+    error = refused("train", *lab.overrides(tmp_path / "run"), override)
+    assert error.count("hidden_siz\n") == 1 and "things are wrong" not in error
 
 
 def test_where_nothing_is_missing(lab, tmp_path, printed):
