@@ -71,7 +71,7 @@ def test_several_things_are_said_at_once(lab, tmp_path, refused):
     telling = ("2 things are wrong or missing", "data.train_batch_size", "max_position_embeddings")
     assert all(text in error for text in telling)
     twice = [ConfigError("two checks find it", field="key") for _ in range(2)]
-    with pytest.raises(ConfigError, match="^key: two checks find it$"):
+    with pytest.raises(ConfigError, match=r"^key: two checks find it$"):
         refuse(twice)
 
 
