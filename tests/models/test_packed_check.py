@@ -139,7 +139,7 @@ def test_what_cannot_be_trained_is_named(tmp_path, checked):
 FAMILIES = {family.name: family for family in families()}
 
 
-@pytest.mark.parametrize("name", slow_but(["gpt_oss", "phi3 (longrope)"], FAMILIES))
+@pytest.mark.parametrize("name", slow_but(QUICK, FAMILIES))
 def test_families_are_what_the_table_says(name):
     """Compare training and the native engine with transformers, beyond windows of 8 and 40 tokens."""
     if transformers.__version__ != tried_with() and name not in QUICK:
