@@ -52,8 +52,12 @@ class Origin:
 
 
 def origin_of(folder: str | Path) -> Origin | None:
-    """Return where the folder of a changed model comes from; None for any other folder."""
-    stored = _json(Path(folder).expanduser() / _ORIGIN)
+    """Return where the folder of a changed model comes from; None for any other folder.
+
+    Only folders in the cache count, because a folder from elsewhere may contain a file of this name.
+    """
+    place = Path(folder).expanduser().absolute()
+    stored = _json(place / _ORIGIN) if place.parent == _cache().absolute() else {}
     return Origin(**stored) if stored else None
 
 

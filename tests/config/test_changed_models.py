@@ -149,3 +149,9 @@ def test_fields_without_effect_get_a_sentence(model):
     said = " ".join(load_sft_config(None, [*words, *changes]).notices)
     assert "model.override_config.use_cache: no effect" in said
     assert "model.resize_embeddings=64: adapters do not train the embedding" in said
+
+
+def test_a_folder_from_elsewhere_has_no_origin(tmp_path):
+    """Nothing is linked or read because a downloaded folder says so."""
+    (tmp_path / ".tandem.json").write_text('{"source": "/etc", "override": {}, "rows": null}')
+    assert origin_of(tmp_path) is None
