@@ -1,0 +1,101 @@
+"""The products of a mixture's experts, sorted by expert.
+
+Each token is computed by the few experts that its router chose. The pairs of token and expert are sorted by
+expert, so that each expert computes all of its tokens in one matrix product. On CUDA, transformers' grouped
+product is used. On a CPU, each product is one call of `product`, in every dtype.
+
+Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs; F outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from tandem.models.collectives import exchanged
+from tandem.models.linear import product
+
+EXPERTS = "tandem"
+"""The name of `sorted_experts` in transformers' interface for experts."""
+
+
+def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """Return (N, D) the weighted sum of the outputs of each token's experts.
+
+    Args:
+        module: an experts module of transformers, with the weights of all experts in one tensor per layer.
+        hidden_ND: the tokens' hidden states.
+        chosen_NK: int64, the numbers of the experts that compute each token.
+        weights_NK: the weight of each expert's output.
+    """
+    if hidden_ND.is_cuda:
+        out: Tensor = grouped_mm_experts_forward(module, hidden_ND, chosen_NK, weights_NK)
+        return out
+    each = chosen_NK.shape[1]
+    order_S = chosen_NK.flatten().argsort(stable=True)
+    back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S)))
+    counts = torch.bincount(chosen_NK.flatten(), minlength=module.num_experts).tolist()
+    experts_S = chosen_NK.flatten()[order_S] if module.has_bias else None
+
+    def spread(x_ND: Tensor) -> Tensor:
+        return x_ND.index_select(0, order_S // each)
+
+    def summed(x_SD: Tensor) -> Tensor:
+        return x_SD.index_select(0, back_S).view(-1, each, x_SD.shape[1]).sum(1)
+
+    def linear(x_SD: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
+        out_SF: Tensor = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
+        return out_SF if experts_S is None else out_SF + getattr(module, f"{name}_bias")[experts_S]
+
+    # Both functions are linear, and each is the other's gradient.
+    states_SD = exchanged(hidden_ND, spread, summed)
+    if module.has_gate:
+        states_SF = module._apply_gate(linear(states_SD, "gate_up_proj"))
+    else:
+        states_SF = module.act_fn(linear(states_SD, "up_proj"))
+    out_SD = linear(states_SF, "down_proj")
+    out_SD = out_SD * weights_NK.flatten().index_select(0, order_S).unsqueeze(1)
+    return exchanged(out_SD, summed, spread).to(hidden_ND.dtype)
+
+
+class _Grouped(torch.autograd.Function):
+    """The product of each expert's tokens with its weight: (S, D) and (E, F, D) to (S, F).
+
+    The tokens are sorted by expert, and `counts` is the number of tokens of each expert.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x_SD, weight_EFD)
+        ctx.counts = counts
+        return _each(x_SD, weight_EFD, counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_SD, weight_EFD = ctx.saved_tensors
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _each(grads[0], weight_EFD.transpose(1, 2), ctx.counts)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.empty_like(weight_EFD)
+            parts = zip(grad_weight, *(torch.split(x, ctx.counts) for x in (grads[0], x_SD)), strict=True)
+            for grad_FD, grad_TF, x_TD in parts:
+                grad_FD.copy_(product(grad_TF.T, x_TD.T)) if len(x_TD) else grad_FD.zero_()
+        return grad_x, grad_weight, None
+
+
+def _each(x_SD: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
+    out_SF = x_SD.new_empty(len(x_SD), weight_EFD.shape[1])
+    parts = zip(*(torch.split(x, counts) for x in (out_SF, x_SD)), weight_EFD, strict=True)
+    for out_TF, x_TD, weight_FD in parts:
+        if len(x_TD):
+            out_TF.copy_(product(x_TD, weight_FD))
+    return out_SF
+
+
+ExpertsInterface.register(EXPERTS, sorted_experts)

@@ -1,0 +1,183 @@
+"""The choice of experts in the mixtures of a model: recorded, replayed and measured.
+
+A router scores the experts for each token, and `topk` chooses the best. Between two passes over the same
+tokens, rounding may change this choice. Then other experts compute the token, and its log-prob jumps. Replay
+takes the choice of an earlier pass, and computes the weights of the chosen experts from the router's own
+scores, so that the router keeps its gradient ("Rollout Routing Replay", arXiv 2510.11370).
+
+The architectures of transformers name their routers differently, and weigh the chosen experts by different
+rules. They have in common that the choice is the indices of `topk` over a score per expert. So this module
+replaces that call, and knows no architecture.
+
+Shapes: N tokens; L layers with a mixture; E experts; K chosen experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_EACH = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+
+
+@dataclass(eq=False)
+class Routing:
+    """What happens in the mixtures of one forward pass.
+
+    Attributes:
+        replayed: (N, L, K) integers, the experts that compute each token; None: the routers choose.
+        records: whether to fill `chosen`.
+        scores: whether to fill `logits`.
+        chosen: the experts of each layer, (N, K) int64.
+        logits: the router's logits of each layer, (N, E) in fp32 or wider, with gradients.
+    """
+
+    replayed: Tensor | None = None
+    records: bool = False
+    scores: bool = False
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+
+    def experts(self) -> Tensor:
+        """Return (N, L, K) int64, the recorded experts."""
+        return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1)
+
+
+class Mixtures:
+    """The mixtures of a model, in the order of its layers.
+
+    Args:
+        model: a model of transformers. The forwards of its routers, and of the modules around its experts,
+            are replaced. Afterwards, routers compute their logits in fp32 at least.
+
+    Attributes:
+        experts: E, the number of experts that a router chooses from; 0 if the model has no mixture.
+        each: K, the number of experts per token.
+        layers: L.
+        names: the names of the modules with the experts' weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._active: Routing | None = None
+        held = {name: module for name, module in model.named_modules() if _experts(module) is not None}
+        self.names, self.layers, self.experts = tuple(held), len(held), 0
+        self.each = _experts_per_token(model) if held else 0
+        for layer, (name, module) in enumerate(held.items()):
+            block: Any = model.get_submodule(name.rpartition(".")[0])
+            block.forward = self._observed(_Choice, block.forward, layer)
+            router: Any = _router(block, module)
+            if router is None:
+                continue
+            self.experts = len(router.weight)
+            # Only `sorted_experts` accepts weights of another dtype than the hidden states.
+            wide = hasattr(module, "has_gate")
+            plain = _linear(router) if type(router) is nn.Linear else router.forward
+            router.forward = self._observed(partial(_Logits, wide=wide), plain, layer)
+
+    @contextmanager
+    def routed(self, routing: Routing | None) -> Iterator[None]:
+        """Inside the context, record and replay as `routing` says.
+
+        The backward pass of a replayed forward must lie inside too, because recomputed layers choose again.
+        """
+        before, self._active = self._active, routing
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def _observed(
+        self, mode: Callable[..., TorchFunctionMode], plain: Callable[..., Any], layer: int
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with mode(self._active, layer, self):
+                return plain(*args, **kwargs)
+
+        return forward
+
+
+class _Logits(TorchFunctionMode):
+    """Inside a router, the linear layer is computed in fp32 if `wide`, and its output is recorded."""
+
+    def __init__(self, routing: Routing | None, layer: int, mixtures: Mixtures, *, wide: bool) -> None:
+        super().__init__()
+        self._routing, self._layer, self._wide = routing, layer, wide
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        if self._wide:
+            dtype = torch.promote_types(args[0].dtype, torch.float32)
+            args = [None if part is None else part.to(dtype) for part in args]
+        logits: Tensor = func(*args, **(kwargs or {}))
+        if self._routing is not None and self._routing.scores:
+            self._routing.logits.setdefault(self._layer, logits.flatten(0, -2))
+        return logits
+
+
+class _Choice(TorchFunctionMode):
+    """Inside a mixture, the router's `topk` is recorded or replaced."""
+
+    def __init__(self, routing: Routing | None, layer: int, mixtures: Mixtures) -> None:
+        super().__init__()
+        self._routing, self._layer, self._mixtures = routing, layer, mixtures
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        routing = self._routing
+        if routing is None or func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return self._topk(routing, func, *args, **(kwargs or {}))
+
+    def _topk(
+        self, routing: Routing, func: Callable[..., Any], scores: Tensor, k: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Routers with groups of experts also choose groups, from a tensor (N, groups, experts per group) and
+        # from one with fewer entries.
+        if scores.ndim != 2 or scores.shape[1] != self._mixtures.experts or k != self._mixtures.each:
+            return func(scores, k, *args, **kwargs)
+        if routing.replayed is not None:
+            indices = routing.replayed[:, self._layer].to(torch.int64)
+            return torch.return_types.topk((scores.gather(1, indices), indices))
+        found = func(scores, k, *args, **kwargs)
+        if routing.records:
+            routing.chosen.setdefault(self._layer, found.indices)
+        return found
+
+
+def _linear(router: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """Return the forward of a linear layer in one call of `F.linear`."""
+    return lambda x: F.linear(x, router.weight, router.bias)
+
+
+def _experts(module: nn.Module) -> Tensor | None:
+    """Return the output weights of all experts, (E, ...), if the module has the experts of a mixture."""
+    found = (p for name, p in module.named_parameters(recurse=False) if p.ndim == 3 and "down" in name)
+    return next(found, None)
+
+
+def _router(block: nn.Module, experts: nn.Module) -> Any:
+    """Return the module whose weight has a row for each expert of a block; None if there is none."""
+    count = len(_experts(experts))  # type: ignore[arg-type]
+    for name, module in block.named_modules():
+        weight = module._parameters.get("weight")
+        named = {"gate", "router"} & set(name.split("."))
+        if named and weight is not None and weight.ndim == 2 and len(weight) >= count:
+            return module
+    return None
+
+
+def _experts_per_token(model: Any) -> int:
+    config = model.config.get_text_config()
+    return next(int(getattr(config, name)) for name in _EACH if getattr(config, name, None))
