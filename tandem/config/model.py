@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any
 
 from tandem.config.changed_models import ROPE
+from tandem.config.mixture import MixtureConfig
 from tandem.config.needs import Check, ModelFolder
 from tandem.config.section import (
     Finding,
@@ -232,6 +233,7 @@ class BackboneConfig(Section):
         enable_activation_offload: Keep activations in host memory between the forward and the backward pass.
         activation_offload_mode: How activations are copied to and from host memory. async: while the next
             layer is computed. sync: the computation waits for the copies.
+        mixture: How the routers of a mixture of experts are trained.
         use_remove_padding: Pack sequences end to end. false: pad each micro-batch to its longest sequence.
         attn_implementation: Attention kernels for half precision on CUDA devices. torch: PyTorch's kernels.
             auto: flash_attention_3 or flash_attention_4 if it is installed for the GPU, otherwise torch.
@@ -278,6 +280,7 @@ class BackboneConfig(Section):
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
         "async", when=beside("enable_activation_offload", True), resumed="reported"
     )
+    mixture: MixtureConfig = MixtureConfig()
     use_remove_padding: bool = key(True, resumed="reported")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
         "auto", needs=_ATTENTION_HERE, resumed="reported"
@@ -317,6 +320,7 @@ LEARNING = (
     "target_modules",
     "exclude_modules",
     "lora_adapter_path",
+    "mixture",
 )
 """Keys that only matter for a model that is trained."""
 

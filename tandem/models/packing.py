@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.device import to_device
+from tandem.models.routing import Routing
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import Ragged
 from tandem.protocol.ragged import span_indices
@@ -163,6 +165,9 @@ class PackedInputs:
             token ids.
         reference: (K, D), the last hidden states of the reference policy at the sources; None if the
             reference is not needed.
+        origins: (N) int64, the position of each input token in the flat token column; -1 for padding and
+            filler. None unless asked for.
+        routing: what happens in the model's mixtures; None: the routers choose, and nothing is recorded.
     """
 
     input_ids: Tensor
@@ -173,6 +178,8 @@ class PackedInputs:
     total: int
     hidden: Tensor | None = None
     reference: Tensor | None = None
+    origins: Tensor | None = None
+    routing: Routing | None = None
 
 
 def pack(
@@ -184,6 +191,7 @@ def pack(
     whole: bool = False,
     split: SequenceSplit | None = None,
     fill: int = 0,
+    origins: bool = False,
 ) -> PackedInputs:
     """Pack sequences into the inputs of a model.
 
@@ -200,6 +208,7 @@ def pack(
         split: the ranks that share the tokens. Unused filler sequences make the number of tokens a multiple
             of the number of ranks.
         fill: the minimum number of tokens, which is reached by adding filler sequences.
+        origins: whether to return the origins of the input tokens.
     """
     lengths_B = tokens.lengths
     widths_B = input_lengths(lengths_B, pad_to_longest=pad_to_longest, whole=whole)
@@ -230,10 +239,14 @@ def pack(
     here_K = (sources_K >= share.start) & (sources_K < share.stop)
     places_K, sources_K = places_K[here_K], sources_K[here_K] - share.start
     host = [input_ids_N[share], sources_K, tokens.values[places_K], places_K]
-    input_ids, sources, targets, places = to_device(host, device)
+    if origins:
+        own_N = input_lengths(lengths_B, pad_to_longest=False, whole=whole).repeat_interleave(widths_B)
+        host.append(F.pad(picks_N.where(columns_N < own_N, -1), (0, filler), value=-1)[share])
+    input_ids, sources, targets, places, *rest = to_device(host, device)
     whole_lengths = [*lengths_B.tolist(), *widths[len(lengths_B) :]]
     packing = Packing(widths, device, split, whole_lengths=whole_lengths)
-    return PackedInputs(input_ids, packing, sources, targets, places, total=len(tokens.values))
+    total, found = len(tokens.values), rest[0] if rest else None
+    return PackedInputs(input_ids, packing, sources, targets, places, total, origins=found)
 
 
 def input_lengths(lengths_B: Tensor, *, pad_to_longest: bool, whole: bool) -> Tensor:

@@ -23,6 +23,7 @@ from tandem.models.logits import LogitRule, for_bias, with_bias
 from tandem.models.lora import plain_name, without_adapters
 from tandem.models.masks import attending
 from tandem.models.packing import PackedInputs
+from tandem.models.routing import NO_MIXTURES, Mixtures
 from tandem.models.tensor_group import TensorGroup, local
 
 
@@ -72,6 +73,11 @@ class PackedModel(nn.Module):
     @abstractmethod
     def output_layer(self) -> Any:
         """The layer that computes outputs from hidden states."""
+
+    @property
+    def mixtures(self) -> Mixtures:
+        """The mixtures of the model; none if the model was not built by `tandem.models.loading`."""
+        return getattr(self.model, "mixtures", NO_MIXTURES)
 
     @property
     def trunk(self) -> Callable[..., Any]:
@@ -209,9 +215,17 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
 
 
 def decode(module: PackedModel, inputs: PackedInputs) -> Tensor:
-    """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm."""
+    """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm.
+
+    With gradients, the model's mixtures keep the inputs' routing, because recomputed layers need it. Reset it
+    after the backward pass.
+    """
+    module.mixtures.routing = inputs.routing
     run = in_rows if module.in_rows else hidden_states
-    return run(module.trunk, inputs).squeeze(0)
+    hidden_1ND = run(module.trunk, inputs)
+    if not torch.is_grad_enabled():
+        module.mixtures.routing = None
+    return hidden_1ND.squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
@@ -238,6 +252,8 @@ def in_rows(decoder: Any, inputs: PackedInputs) -> Tensor:
     places_N = packing.places_in_rows()
     shape = (len(packing.lengths), packing.max_length)
     ids_BT = inputs.input_ids.new_zeros(shape).flatten().index_copy(0, places_N, inputs.input_ids).view(shape)
+    if inputs.routing is not None:
+        inputs.routing.spread(places_N, ids_BT.numel())
     out = decoder(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
     hidden_BTD: Tensor = out.last_hidden_state
     return hidden_BTD.flatten(0, 1).index_select(0, places_N).unsqueeze(0)

@@ -14,9 +14,7 @@ Shapes: N tokens; L layers with a mixture; E experts; K chosen experts per token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,26 +23,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+_BIAS = "e_score_correction_bias"
+_SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _EACH = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
 
-@dataclass(eq=False)
 class Routing:
-    """What happens in the mixtures of one forward pass.
+    """What happens in the mixtures of one forward and backward pass.
 
-    Attributes:
+    This is a plain class, because FSDP copies the fields of dataclasses.
+
+    Args:
         replayed: (N, L, K) integers, the experts that compute each token; None: the routers choose.
         records: whether to fill `chosen`.
-        scores: whether to fill `logits`.
-        chosen: the experts of each layer, (N, K) int64.
-        logits: the router's logits of each layer, (N, E) in fp32 or wider, with gradients.
+        observe: a function that is called after each mixture with the layer's number, the router's logits
+            (N, E) in fp32 or wider, with gradients, and the chosen experts (N, K). It returns a scalar with
+            gradients. A recomputed layer calls it again.
+
+    Attributes:
+        chosen: the experts of each layer, (N, K) int64, by the number of the layer.
+        observed: the scalars from `observe` by the number of the layer.
+        sigmoid: whether the routers apply a sigmoid to their logits; otherwise a softmax.
+        places: (N) int64, the position of each of the N tokens among the tokens that the model computes; None
+            if they are the same.
     """
 
-    replayed: Tensor | None = None
-    records: bool = False
-    scores: bool = False
-    chosen: dict[int, Tensor] = field(default_factory=dict)
-    logits: dict[int, Tensor] = field(default_factory=dict)
+    def __init__(
+        self,
+        replayed: Tensor | None = None,
+        *,
+        records: bool = False,
+        observe: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.replayed, self.records, self.observe = replayed, records, observe
+        self.chosen: dict[int, Tensor] = {}
+        self.observed: dict[int, Tensor] = {}
+        self.sigmoid = False
+        self.places: Tensor | None = None
+        self.logits: Tensor | None = None  # of the layer that runs
+
+    def spread(self, places_N: Tensor, computed: int) -> None:
+        """Set the positions of the tokens among the `computed` tokens, which include padding."""
+        self.places = places_N
+        if self.replayed is not None:
+            rows = self.replayed.new_zeros(computed, *self.replayed.shape[1:])
+            self.replayed = rows.index_copy(0, places_N, self.replayed)
+
+    def at_tokens(self, values: Tensor) -> Tensor:
+        """Return the rows of the N tokens from the rows of all tokens that the model computes."""
+        return values if self.places is None else values.index_select(0, self.places)
 
     def experts(self) -> Tensor:
         """Return (N, L, K) int64, the recorded experts."""
@@ -63,13 +90,19 @@ class Mixtures:
         each: K, the number of experts per token.
         layers: L.
         names: the names of the modules with the experts' weights.
+        routers: the modules with the routers' weights.
+        biases: the module and the name of each router's bias that only the choice of experts uses.
+        routing: what happens in the mixtures from now on; None: the routers choose, and nothing is recorded.
+            It must stay set until the end of the backward pass, because recomputed layers choose again.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._active: Routing | None = None
+        self.routing: Routing | None = None
         held = {name: module for name, module in model.named_modules() if _experts(module) is not None}
         self.names, self.layers, self.experts = tuple(held), len(held), 0
         self.each = _experts_per_token(model) if held else 0
+        self.routers: list[nn.Module] = []
+        self.biases: list[tuple[nn.Module, str]] = []
         for layer, (name, module) in enumerate(held.items()):
             block: Any = model.get_submodule(name.rpartition(".")[0])
             block.forward = self._observed(_Choice, block.forward, layer)
@@ -77,28 +110,20 @@ class Mixtures:
             if router is None:
                 continue
             self.experts = len(router.weight)
+            self.routers.append(router)
+            self.biases += [
+                (part, _BIAS) for part in block.modules() if getattr(part, _BIAS, None) is not None
+            ]
             # Only `sorted_experts` accepts weights of another dtype than the hidden states.
             wide = hasattr(module, "has_gate")
             plain = _linear(router) if type(router) is nn.Linear else router.forward
             router.forward = self._observed(partial(_Logits, wide=wide), plain, layer)
 
-    @contextmanager
-    def routed(self, routing: Routing | None) -> Iterator[None]:
-        """Inside the context, record and replay as `routing` says.
-
-        The backward pass of a replayed forward must lie inside too, because recomputed layers choose again.
-        """
-        before, self._active = self._active, routing
-        try:
-            yield
-        finally:
-            self._active = before
-
     def _observed(
         self, mode: Callable[..., TorchFunctionMode], plain: Callable[..., Any], layer: int
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with mode(self._active, layer, self):
+            with mode(self.routing, layer, self):
                 return plain(*args, **kwargs)
 
         return forward
@@ -114,14 +139,17 @@ class _Logits(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        routing = self._routing
+        if routing is not None and func in _SIGMOIDS:
+            routing.sigmoid = True
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         if self._wide:
             dtype = torch.promote_types(args[0].dtype, torch.float32)
             args = [None if part is None else part.to(dtype) for part in args]
         logits: Tensor = func(*args, **(kwargs or {}))
-        if self._routing is not None and self._routing.scores:
-            self._routing.logits.setdefault(self._layer, logits.flatten(0, -2))
+        if routing is not None and routing.observe is not None:
+            routing.logits = logits.flatten(0, -2)
         return logits
 
 
@@ -147,12 +175,18 @@ class _Choice(TorchFunctionMode):
         # from one with fewer entries.
         if scores.ndim != 2 or scores.shape[1] != self._mixtures.experts or k != self._mixtures.each:
             return func(scores, k, *args, **kwargs)
-        if routing.replayed is not None:
+        if routing.replayed is None:
+            found = func(scores, k, *args, **kwargs)
+        else:
             indices = routing.replayed[:, self._layer].to(torch.int64)
-            return torch.return_types.topk((scores.gather(1, indices), indices))
-        found = func(scores, k, *args, **kwargs)
+            found = torch.return_types.topk((scores.gather(1, indices), indices))
         if routing.records:
-            routing.chosen.setdefault(self._layer, found.indices)
+            routing.chosen.setdefault(self._layer, routing.at_tokens(found.indices))
+        if routing.observe is not None and routing.logits is not None:
+            seen = map(routing.at_tokens, (routing.logits, found.indices))
+            scalar = routing.observe(self._layer, *seen)
+            routing.observed.setdefault(self._layer, scalar)
+            routing.logits = None
         return found
 
 
@@ -181,3 +215,7 @@ def _router(block: nn.Module, experts: nn.Module) -> Any:
 def _experts_per_token(model: Any) -> int:
     config = model.config.get_text_config()
     return next(int(getattr(config, name)) for name in _EACH if getattr(config, name, None))
+
+
+NO_MIXTURES = Mixtures(nn.Module())
+"""The mixtures of a model without experts."""

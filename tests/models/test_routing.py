@@ -62,19 +62,21 @@ def test_sorted_products_give_the_outputs_and_gradients_of_a_loop(kind: str) -> 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_replayed_choice_has_the_weights_of_the_own_scores(kind: str) -> None:
     model = mixture(kind)
-    mixtures = Mixtures(model)
+    mixtures, logits = Mixtures(model), dict[int, Tensor]()
     replayed = torch.stack([torch.rand(2, E).argsort(1)[:, :K] for _ in range(9)]).to(torch.uint8)
     seen: list[tuple[Tensor, Tensor]] = []
     for name in mixtures.names:
         experts = model.get_submodule(name)
         experts.register_forward_pre_hook(lambda _, args: seen.append((args[1], args[2])))
-    routing = Routing(replayed=replayed, records=True, scores=True)
-    with mixtures.routed(routing):
-        run(model).sum().backward()
-    assert not routing.chosen and sorted(routing.logits) == [0, 1]
+    mixtures.routing = Routing(replayed, observe=lambda at, x, _: logits.setdefault(at, x).logsumexp(1).sum())
+    run(model).sum().backward()
+    for layer, total in mixtures.routing.observed.items():
+        torch.testing.assert_close(total, logits[layer].logsumexp(1).sum())
+    assert sorted(mixtures.routing.observed) == [0, 1]
+    assert mixtures.routing.sigmoid == (kind == "deepseek_v3")
     for layer, (chosen_NK, weights_NK) in enumerate(seen):
         assert torch.equal(chosen_NK, replayed[:, layer].long())
-        expected_NK = weights(kind, routing.logits[layer], chosen_NK)
+        expected_NK = weights(kind, logits[layer], chosen_NK)
         # Mixtral and DeepSeek compute their scores in fp32.
         torch.testing.assert_close(weights_NK.double(), expected_NK.double(), rtol=1e-5, atol=1e-6)
     gate = model.model.layers[0].mlp
@@ -85,25 +87,25 @@ def test_a_replayed_choice_has_the_weights_of_the_own_scores(kind: str) -> None:
 def test_replaying_a_recorded_choice_changes_nothing(kind: str) -> None:
     model = mixture(kind)
     plain = run(model)
-    mixtures, routing = Mixtures(model), Routing(records=True)
-    with mixtures.routed(routing):
-        assert torch.equal(run(model), plain)
-    experts_NLK = routing.experts()
+    mixtures = Mixtures(model)
+    mixtures.routing = Routing(records=True)
+    assert torch.equal(run(model), plain)
+    experts_NLK = mixtures.routing.experts()
     assert experts_NLK.shape == (9, 2, K) and (mixtures.experts, mixtures.each, mixtures.layers) == (E, K, 2)
-    with mixtures.routed(Routing(replayed=experts_NLK)):
-        assert torch.equal(run(model), plain)
+    mixtures.routing = Routing(experts_NLK)
+    assert torch.equal(run(model), plain)
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_routers_score_in_fp32(kind: str) -> None:
     model = mixture(kind).bfloat16()
-    mixtures, routing = Mixtures(model), Routing(scores=True)
+    mixtures, logits = Mixtures(model), dict[int, Tensor]()
     states: list[Tensor] = []
     mlp = model.model.layers[0].mlp
     router = mlp.router if kind == "gpt_oss" else mlp.gate
     router.register_forward_pre_hook(lambda _, args: states.append(args[0].flatten(0, -2)))
-    with mixtures.routed(routing):
-        assert run(model).dtype == torch.bfloat16
+    mixtures.routing = Routing(observe=lambda at, x, _: logits.setdefault(at, x).sum())
+    assert run(model).dtype == torch.bfloat16
     wide = states[0].float() @ router.weight.float().T
     wide = wide + router.bias.float() if kind == "gpt_oss" else wide
-    torch.testing.assert_close(routing.logits[0], wide, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[0], wide, rtol=1e-5, atol=1e-5)

@@ -31,6 +31,7 @@ from tandem.engines.train.module import Kind, Settings, check_options, unsharded
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.pipelined import Pipelined
 from tandem.engines.train.recomputation import Recomputation
+from tandem.engines.train.routers import Routers
 from tandem.engines.train.stages import Stages
 from tandem.engines.train.state import TrainState
 from tandem.engines.weight_sync import Digest
@@ -106,6 +107,7 @@ class FSDPEngine:
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         division.check_layout(self.module)
         self.kernels = self.module.kernels
+        self._routers = Routers(self.module, model.mixture, self.grid, self._meter)
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
         if division.tensor is not None:
@@ -117,9 +119,12 @@ class FSDPEngine:
         self._recomputation = Recomputation(switch, self.module, self._units, division, settings, say)
         each, root = self._recomputation.reduces_each, self._units[-1]
         if stages is None:
-            self._execution = Execution(self.module, root, device, each=each, offload=self.activation_offload)
+            offload = self.activation_offload
+            self._execution = Execution(
+                self.module, root, device, routers=self._routers, each=each, offload=offload
+            )
         else:
-            self._execution = Pipelined(self.module, root, settings, stages, each=each)
+            self._execution = Pipelined(self.module, root, settings, stages, routers=self._routers, each=each)
         self._warm_up(kind, model_path)
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
@@ -190,6 +195,7 @@ class FSDPEngine:
         layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
         if stages > 1:
             fill = most_tokens(batch, parts, **layout)
+        layout |= {"origins": self.module.mixtures.layers > 0}
         split = self._division.sequence
         for rows in parts:
             yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **layout)
@@ -253,6 +259,7 @@ class FSDPEngine:
                 if isinstance(loss, RecountingLoss):
                     factor = loss.recount(metrics, counts)
                     if factor == 0:
+                        self._routers.finish(metrics, update=False)
                         return metrics
                     scale(self.module.parameters(), factor)
                     total = total * factor
@@ -262,6 +269,7 @@ class FSDPEngine:
         finally:
             self.module.zero_grad(set_to_none=True)
             self._reshard()
+        self._routers.finish(metrics, update=True)
         self.version += 1
         metrics.add_mean("grad_norm", grad_norm, 1.0)
         metrics.add_max("lr", lr)
