@@ -120,7 +120,7 @@ class Routers:
             real_N1 = real_N.to(scores_NE.dtype).unsqueeze(1)
             uses_NE = torch.zeros_like(logits_NE).scatter(1, chosen_NK, 1.0) * real_N1
             if layer not in routing.observed:
-                self._count(layer, (scores_NE * real_N1).detach(), uses_NE)
+                self._count(layer, scores_NE.detach() * real_N1, uses_NE)
             # Megatron-LM and DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20) sum this over layers.
             uses_BE, scores_BE = (
                 uses_NE.new_zeros(count, uses_NE.shape[1]).index_add(0, rows_N, values_NE)
