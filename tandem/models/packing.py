@@ -216,18 +216,7 @@ def pack(
     ends_N = (lengths_B - 1).repeat_interleave(widths_B)
     picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
 
-    # The start of each sequence has moved by `shift`. Token t is predicted at input t - 1 and scored at input
-    # t.
-    shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
-    if whole:
-        places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
-        sources_K = places_K + shift_B[tokens.row_ids()[places_K]]
-    else:
-        predicted_T = tokens.positions() > 0
-        if wanted is not None:
-            predicted_T = predicted_T & wanted
-        places_K = predicted_T.nonzero().squeeze(1)
-        sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
+    sources_K, places_K = _outputs(tokens, wanted, widths_B, whole=whole)
     input_ids_N, widths = tokens.values[picks_N], widths_B.tolist()
     filled = max(fill, len(input_ids_N))
     filler = filled + (-filled % split.size if split else 0) - len(input_ids_N)
@@ -240,13 +229,33 @@ def pack(
     places_K, sources_K = places_K[here_K], sources_K[here_K] - share.start
     host = [input_ids_N[share], sources_K, tokens.values[places_K], places_K]
     if origins:
-        own_N = input_lengths(lengths_B, pad_to_longest=False, whole=whole).repeat_interleave(widths_B)
-        host.append(F.pad(picks_N.where(columns_N < own_N, -1), (0, filler), value=-1)[share])
+        own_B = input_lengths(lengths_B, pad_to_longest=False, whole=whole)
+        origins_N = picks_N.where(columns_N < own_B.repeat_interleave(widths_B), -1)
+        host.append(F.pad(origins_N, (0, filler), value=-1)[share])
     input_ids, sources, targets, places, *rest = to_device(host, device)
     whole_lengths = [*lengths_B.tolist(), *widths[len(lengths_B) :]]
     packing = Packing(widths, device, split, whole_lengths=whole_lengths)
     total, found = len(tokens.values), rest[0] if rest else None
     return PackedInputs(input_ids, packing, sources, targets, places, total, origins=found)
+
+
+def _outputs(
+    tokens: Ragged, wanted: Tensor | None, widths_B: Tensor, *, whole: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (K) the positions in the input, and (K) those in the token column, of the outputs; see `pack`.
+
+    Each sequence's input starts later than its tokens by `shift`. Token t is predicted at input t - 1 and
+    scored at input t.
+    """
+    shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
+    if whole:
+        places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
+        return places_K + shift_B[tokens.row_ids()[places_K]], places_K
+    predicted_T = tokens.positions() > 0
+    if wanted is not None:
+        predicted_T = predicted_T & wanted
+    places_K = predicted_T.nonzero().squeeze(1)
+    return places_K - 1 + shift_B[tokens.row_ids()[places_K]], places_K
 
 
 def input_lengths(lengths_B: Tensor, *, pad_to_longest: bool, whole: bool) -> Tensor:
