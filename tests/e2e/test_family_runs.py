@@ -26,9 +26,7 @@ __all__ = ["school"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 IN_ROWS = ("lfm2", "qwen3_next")
-"""Architectures whose sequences have rows of their own."""
-BY_HF = (*IN_ROWS, "phi3")
-"""Architectures that the native engine does not sample from."""
+"""Architectures whose sequences have rows of their own. The native engine does not sample from them."""
 SLOW_LETTERS = f"import time\n{REWARD_HEAD}\n    time.sleep(0.02)\n    return len(set(solution_str)) / 6\n"
 DIVISIONS = {"shards": "", "layers": "A.fsdp_config.tensor_parallel_size=2"}
 LEARNT = ("reward/mean", "actor/loss", "actor/entropy", "actor/grad_norm")
@@ -49,7 +47,7 @@ def words(lab, model):
     """Return a function from the name of a family to the words of its run by GRPO."""
 
     def of(family: str) -> list[str]:
-        engine = "hf" if family in BY_HF else "native"
+        engine = "hf" if family in IN_ROWS else "native"
         return full_words(
             f"M.path={model(family)} R.name={engine} data.max_response_length=24 trainer.save_freq=1 steps=3",
             lab.reward(SLOW_LETTERS),
