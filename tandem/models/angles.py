@@ -99,7 +99,12 @@ class AngleTables:
                     module.forward = forward
 
     def _found(
-        self, module: nn.Module, levels_N: Tensor, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+        self,
+        module: nn.Module,
+        levels_N: Tensor,
+        x: Tensor,
+        position_ids: Tensor,
+        layer_type: str | None = None,
     ) -> Any:
         return _each(lambda table: table[levels_N, position_ids], self._angles[module, layer_type])
 

@@ -152,8 +152,8 @@ class GraphedRunner:
     def _fill(self, step: StepInput, size: int) -> None:
         """Copy the step into the first rows of the buffers, and fill the padding rows.
 
-        The padding rows keep the ids, positions, levels and tables of an earlier step, because these values do not
-        matter.
+        The padding rows keep the ids, positions, levels and tables of an earlier step, because these values
+        do not matter.
         """
         held, rows = self._buffers, len(step.ids_T)
         for name in _FILLED:

@@ -41,9 +41,9 @@ def check(model, requests, samples):
 
 @pytest.mark.parametrize("options", slow_but(CASES[:4], CASES), ids=str)
 def test_each_token_is_that_of_the_sequence_so_far(options, model, make_requests):
-    requests = make_requests(12, 2, temperature=1.0) + [
-        request(f"greedy {length}", prompt=length, max_tokens=20, temperature=0.0) for length in (1, 9, 16, 17)
-    ]
+    greedy = {"max_tokens": 20, "temperature": 0.0}
+    requests = make_requests(12, 2, temperature=1.0)
+    requests += [request(f"greedy {n}", prompt=n, **greedy) for n in (1, 9, 16, 17)]
     ends = np.array([[len(each.prompt_ids), each.params.max_tokens] for each in requests]).cumsum(1)
     assert {(start > LIMIT, end > LIMIT) for start, end in ends} == {(0, 0), (0, 1), (1, 1)}
     engine = make(model, max_num_seqs=12, **options)
@@ -78,7 +78,7 @@ def test_a_prefix_is_reused_by_sequences_of_the_same_angles(model):
 
 @pytest.mark.parametrize(("prompt", "computed"), [(14, 14 + 4 * 17), (18, 18)])
 def test_samples_of_one_prompt(prompt, computed, model):
-    """The prompt is computed once. A sample that crosses the limit is computed again when it has 17 tokens."""
+    """The prompt is computed once. A sample that crosses the limit is computed again, with 17 tokens."""
     engine = make(model, num_gpu_blocks_override=100, enable_prefix_caching=False)
     requests = [request("a", sample, prompt, max_tokens=8) for sample in range(4)]
     engine.submit(requests)
