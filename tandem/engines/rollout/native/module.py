@@ -162,8 +162,10 @@ def _check(config: Any, max_length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [part for part in rope.values() if isinstance(part, dict)]
     for part in by_layer or [rope]:
+        if part.get("rope_type") != "dynamic":
+            continue
         limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
-        if part.get("rope_type") == "dynamic" and max_length > limit:
+        if max_length > limit:
             raise _refusal(
                 "beyond their limit, the model's rotary angles change with each further token",
                 got=f"rope type dynamic and sequences of up to {max_length} tokens",
