@@ -174,7 +174,8 @@ def main(only: list[str], file: Path = FILE) -> None:
     torch.set_num_threads(1)
     found = [asdict(family) for family in _entries(only)]
     for entry in found:
-        entry["error"] = None if math.isnan(entry["error"]) else float(f"{entry['error']:.1e}")
+        known = entry["error"] is not None and not math.isnan(entry["error"])  # None in the file's entries
+        entry["error"] = float(f"{entry['error']:.1e}") if known else None
     whole = {"transformers": transformers.__version__, "families": found}
     file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 

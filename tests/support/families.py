@@ -13,12 +13,12 @@ WINDOW = 8
 """The tokens of a window or a chunk."""
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 3}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _WINDOWS | _EXPERTS,
     "gemma3_text": _WINDOWS,
     "olmo3": _WINDOWS,
-    "phi3": {"original_max_position_embeddings": 3, "sliding_window": None},
+    "phi3": {"original_max_position_embeddings": 3, "sliding_window": None},  # the limit of longrope
     "llama4_text": {
         **_EXPERTS,
         **{"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]},
@@ -41,8 +41,9 @@ def make_family(folder: Path, family: str, *, head_dim: int = 8, **changes: Any)
     """Create a random model of an architecture of FAMILIES, with its tokenizer."""
     keys = FAMILIES[family] | {"head_dim": head_dim, "hidden_size": 4 * head_dim} | changes
     if family == "phi3":
-        factors = {"short_factor": [1.0] * (head_dim // 2), "long_factor": [3.0] * (head_dim // 2)}
-        keys = {"rope_parameters": _LONG | factors, **keys}
+        rope = {"short_factor": [1.0] * (head_dim // 2), "long_factor": [3.0] * (head_dim // 2)}
+        limit = "original_max_position_embeddings"
+        keys = {"rope_parameters": _LONG | rope | {limit: keys[limit]}, **keys}
     path = make_model(folder, kind=family, **keys)
     model = AutoModelForCausalLM.from_pretrained(path)
     for constant in persistent_buffers(model).values():

@@ -94,6 +94,7 @@ def step_of(
     return StepInput(
         ids_T=torch.zeros(total, dtype=torch.int64, device=device) if ids is None else ids.to(device),
         positions_T=torch.cat(places),
+        levels_T=torch.zeros(total, dtype=torch.int64, device=device),
         starts_S1=torch.tensor([0, *counts], device=device).cumsum(0).int(),
         lengths_S=torch.tensor(lengths, dtype=torch.int32, device=device),
         logits_L=torch.arange(total, device=device),

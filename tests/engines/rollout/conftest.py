@@ -24,6 +24,9 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implement
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _CHUNKS = {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "pad_token_id": 0}
 _CHUNKS |= {"layer_types": ["chunked_attention", "full_attention"]}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+_LONG |= {"short_factor": [1.0, 1.2, 1.1, 1.0], "long_factor": [1.5, 3.0, 5.0, 8.0]}
+_LONGROPE = {"original_max_position_embeddings": 16, "pad_token_id": 0, "rope_parameters": _LONG}
 _WIDE, _WINDOW = {"head_dim": 16}, {"head_dim": 16, "sliding_window": 6}
 _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, {"tie_word_embeddings": True}),
@@ -36,6 +39,7 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, _WINDOW | _CAPS),
     "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, _WINDOW | _TYPES),
     "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, _WINDOW | _TYPES | _EXPERTS | _ROTARY),
+    "phi3_longrope": (hf.Phi3ForCausalLM, hf.Phi3Config, _LONGROPE),
     "llama4": (hf.Llama4ForCausalLM, hf.Llama4TextConfig, _WIDE | _CHUNKS | _EXPERTS),
 }
 

@@ -162,6 +162,7 @@ class NativeEngine(ModuleEngine):
         self._steps.use(runner)
         self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
         self._store.room.groups = groups_of(runner.layers)
+        self._scheduler.angle_limits = runner.angle_limits
         self._scheduler.forget()
         copied = None if self._store.room.split.size > 1 else runner.copied(source.module)
         found = digest(source.module.named_parameters() if copied is None else copied)
