@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engines.rollout.base import SharedModule
+from tandem.engines.rollout.hf import HFEngine
+from tandem.models.angles import forget_lengths
 from tests.engines.rollout.case import drain, native, request
 from tests.support.marks import slow_but
 
@@ -27,13 +30,19 @@ def make(model, **options):
     return native(model, **{"block_size": 4, "max_length": 80, "num_gpu_blocks_override": 20, **options})
 
 
+def alone(model, row):
+    """Return the logits after the last token of a row."""
+    forget_lengths(model)
+    with torch.no_grad():
+        return model(torch.from_numpy(row)[None], use_cache=False).logits[0, -1]
+
+
 def check(model, requests, samples):
     """Compare each log-prob, and each greedy token, with the reference."""
     for each in requests:
         ids, written = each.prompt_ids, samples[each.id].token_ids
         rows = [np.concatenate([ids, written[:count]]) for count in range(len(written))]
-        with torch.no_grad():
-            logits = torch.stack([model(torch.from_numpy(row)[None]).logits[0, -1] for row in rows])
+        logits = torch.stack([alone(model, row) for row in rows])
         wanted = logits.log_softmax(-1)[torch.arange(len(written)), torch.from_numpy(written)]
         np.testing.assert_allclose(samples[each.id].log_probs, wanted.numpy(), rtol=1e-9, atol=1e-12)
         assert each.params.temperature or logits.argmax(-1).tolist() == written.tolist()
@@ -84,3 +93,12 @@ def test_samples_of_one_prompt(prompt, computed, model):
     engine.submit(requests)
     check(model, requests, drain(engine))
     assert engine.stats()["prefill_tokens"] == computed and engine.stats()["preemptions"] == 0
+
+
+@pytest.mark.parametrize("name", ["phi3_longrope", "llama_dynamic"])
+def test_the_engine_that_calls_generate(name, tiny, make_requests):
+    model, requests = tiny(name, torch.float64), make_requests(6, 2, temperature=1.0)
+    engine = HFEngine(device=torch.device("cpu"), max_length=80)
+    engine.update_weights(SharedModule(model), 0)
+    engine.submit(requests)
+    check(model, requests, drain(engine))
