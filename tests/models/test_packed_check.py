@@ -1,5 +1,6 @@
 """The check of packing finds models in which sequences see each other or positions count on."""
 
+import json
 import math
 
 import pytest
@@ -66,6 +67,15 @@ def test_a_sound_model(llama, checked):
     assert checked(llama)[0] == 0
     status, said = checked()
     assert status == 1 and "--model takes one folder" in said
+
+
+def test_a_changed_model_is_checked(llama, checked):
+    rope = f"model.override_config.rope_scaling={json.dumps(LONG_ROPE)}"
+    status, said = checked(llama, rope, "model.resize_embeddings=64")
+    assert status == 1 and "but not with rollout.name=native" in said and f"{llama} with the changes" in said
+    for word, key in (("nosuch=1", "nosuch"), ("vocab_size=5", "vocab_size")):
+        status, said = checked(llama, f"model.override_config.{word}")
+        assert status == 1 and f"model.override_config.{key}" in said
 
 
 def test_sequences_that_see_each_other(llama, monkeypatch, checked):
