@@ -89,11 +89,12 @@ def tried(name: str, *, long: bool = True) -> Family:
         if getattr(config, "is_decoder", None) is False:
             config = CONFIG_MAPPING[kind](**changes, is_decoder=True)
         model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        text = config.get_text_config()
     except Exception as error:  # a config's class may raise any exception
         return Family(name, "", **failed, experts=False, reason=_first_line(error))
     model = model[0] if isinstance(model, tuple) else model
     config.architectures = [model.__name__]
-    counts = (value for field, value in vars(config.get_text_config()).items() if field.endswith("_experts"))
+    counts = (value for field, value in vars(text).items() if field.endswith("_experts"))
     experts = any(isinstance(value, int) and value > 1 for value in counts)
     try:
         with TemporaryDirectory() as folder:

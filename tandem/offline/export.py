@@ -76,7 +76,7 @@ def export_checkpoint(
         scores, tokenizer = (found.path / "reward_model").is_dir(), tokenizer_of(model)
         saved = found.path / ("reward_model" if scores else "actor")
         if adapter:
-            return export_adapter(saved, model, out, dtype, scores=scores)
+            return export_adapter(saved, model, out, dtype, scores=scores, say=say)
 
         def beside(folder: Path) -> None:
             copy_files(model, folder, scores=scores)
