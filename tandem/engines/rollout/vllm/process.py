@@ -98,6 +98,7 @@ class Options:
             "enforce_eager": self.enforce_eager or self.on_host,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enable_sleep_mode": not self.on_host,
+            "moe_backend": "auto" if self.on_host else "triton",  # the others change the layout of experts
         }
 
     def _host_cache_bytes(self) -> int:
