@@ -48,6 +48,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _ROUTED
     | {
         **{"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4, "topk_method": "noaux_tc"},
+        **{"scoring_func": "sigmoid"},
         **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
     },
 }

@@ -4,6 +4,9 @@ Importing this module makes vLLM keep the weights of linear layers and experts a
 too. Otherwise vLLM packs them on CPUs into the formats of its kernels and drops the originals. New weights
 could then not be loaded into experts, and the packed copy of a tied output layer would be out of date when
 the embedding is loaded again.
+
+It also replaces vLLM's rotary embedding on CPUs, which is wrong if pairs of neighbours are rotated and heads
+have their own dimension, as in DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from vllm.model_executor.layers import utils as vllm_layers
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from tandem.engines.rollout.http.channel import Backend, Group, Layout, unpacked
 from tandem.engines.rollout.vllm.shards import weights_digest
@@ -68,6 +72,7 @@ class _PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
 
 for _name in ("_supports_grouped_gemm", "process_weights_after_loading", "apply"):
     setattr(CPUUnquantizedExperts, _name, vars(_PlainExperts)[_name])
+RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
 
 class WorkerExtension:
