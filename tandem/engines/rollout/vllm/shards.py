@@ -129,9 +129,8 @@ def _experts(path: str, leaf: str, layer: Any, parameter: Tensor, kind: str) -> 
     rank, size = layer.moe_config.tp_rank, layer.moe_config.tp_size
     turned = kind in _TURNED and what == "weight"
     held = parameter.transpose(1, 2) if turned else parameter
-    if size == 1 or (
-        inward == "w2" and what == "bias"
-    ):  # only the first rank has this bias, the others have 0
+    on_first = inward == "w2" and what == "bias"  # the other ranks have zeros
+    if size == 1 or on_first:
         yield HeldWeight(name, held, rank)
         return
     split = 1 if (inward == "w13") != turned else held.dim() - 1
