@@ -21,7 +21,7 @@ from tandem.errors import CheckpointError
 from tandem.models.loading import load_policy, load_scorer
 from tandem.models.lora import is_adapter, lora_config, merged, require_peft
 from tandem.models.lora_files import PREFIX, WEIGHTS
-from tandem.models.weight_files import persistent_buffers, read_weights
+from tandem.models.weight_files import read_weights, stored_tensors
 from tandem.offline.export_files import copy_tokenizer
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -135,18 +135,11 @@ def _model(model: ModelConfig, *, scores: bool, weights: bool) -> PreTrainedMode
     return load_policy(model.path, trust_remote_code=remote, weights=weights)
 
 
-def stored_buffers(model: ModelConfig, *, scores: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each constant that the model's folder contains beside the parameters."""
-    skeleton = _model(model, scores=scores, weights=False)
-    load = partial(_model, model, scores=scores, weights=True)
-    yield from read_weights(model.path, skeleton, persistent_buffers(skeleton), load)
-
-
 def _base_weights(
     model: ModelConfig, *, scores: bool, without: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the folder's parameters, except those in `without`."""
+    """Yield the folder's parameters and persistent buffers, except those in `without`."""
     skeleton = _model(model, scores=scores, weights=False)
-    needed = {name: p for name, p in skeleton.named_parameters() if name not in without}
+    needed = {name: value for name, value in stored_tensors(skeleton).items() if name not in without}
     load = partial(_model, model, scores=scores, weights=True)
     yield from read_weights(model.path, skeleton, needed, load)

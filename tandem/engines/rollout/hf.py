@@ -30,7 +30,7 @@ from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.own_weights import ModuleEngine, OwnWeights
-from tandem.engines.weight_sync import Digest, digest
+from tandem.engines.weight_sync import Digest, module_digest
 from tandem.errors import EngineError
 from tandem.models.angles import forget_lengths
 from tandem.models.architectures import rows_attention
@@ -95,7 +95,7 @@ class HFEngine(ModuleEngine):
         source = self._take_source(source)
         check_fits_model(list(self._waiting), source.module.config)
         self._source, self._version = source, version
-        return digest(source.module.named_parameters())
+        return module_digest(source.module)
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(len(self._waiting))
