@@ -11,7 +11,7 @@ TRANSFORMERS := transformers>=5.16.1,<5.20
 # Keep bytecode: the tests start hundreds of processes with the same imports, and pip compiles nothing (see above).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: image demo test lint format test-full test-vllm test-sglang test-verl test-loggers stress bench gpu peers clean help
+.PHONY: image demo test lint format test-full test-vllm test-sglang test-verl test-transformers test-loggers stress bench gpu peers clean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ test-sglang: .peers/sglang/.installed ## run the tests of the SGLang engine agai
 
 test-verl: $(DEV) .peers/verl/.installed ## compare with verl's functions, which run in their own environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m verl tests/algorithms tests/config tests/migrate tests/rewards tests/workers $(ARGS)
+
+test-transformers: .peers/transformers/.installed ## run the tests of models and engines with the newest transformers, in its own environment
+	OMP_NUM_THREADS=1 .peers/transformers/bin/python -m pytest -q tests/models tests/engines/train tests/engines/rollout/native tests/e2e/test_family_runs.py $(ARGS)
 
 test-loggers: .peers/loggers/.installed ## do a real offline run with each experiment tracker, in their own environment
 	OMP_NUM_THREADS=1 .peers/loggers/bin/python -m pytest -q tests/observability/test_tracker_sinks.py $(ARGS)
@@ -129,6 +132,11 @@ SGLANG_ON_CPU := sglang==0.5.23 xgrammar==0.2.7 triton==3.9.0 torchvision==0.28.
 	.peers/sglang/bin/python $(PIP_INSTALL) --no-deps $(SGLANG_ON_CPU)
 	.peers/sglang/bin/python $(PIP_INSTALL) -e '.[ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
 	PYTHONPATH=tests/support/sglang_on_cpu .peers/sglang/bin/python -c 'import sglang; print("sglang", sglang.__version__)'
+	touch $@
+
+.peers/transformers/.installed: pyproject.toml | .peers/transformers/bin/python
+	.peers/transformers/bin/python $(PIP_INSTALL) $(TORCH) transformers==5.24.0 -e '.[lora,ray]' hypothesis pytest pytest-timeout pytest-xdist scipy
+	.peers/transformers/bin/python -c 'import transformers; print("transformers", transformers.__version__)'
 	touch $@
 
 .peers/loggers/.installed: pyproject.toml | .peers/loggers/bin/python

@@ -89,11 +89,12 @@ def tried(name: str, *, long: bool = True) -> Family:
         if getattr(config, "is_decoder", None) is False:
             config = CONFIG_MAPPING[kind](**changes, is_decoder=True)
         model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        text = config.get_text_config()
     except Exception as error:  # a config's class may raise any exception
         return Family(name, "", **failed, experts=False, reason=_first_line(error))
     model = model[0] if isinstance(model, tuple) else model
     config.architectures = [model.__name__]
-    counts = (value for field, value in vars(config.get_text_config()).items() if field.endswith("_experts"))
+    counts = (value for field, value in vars(text).items() if field.endswith("_experts"))
     experts = any(isinstance(value, int) and value > 1 for value in counts)
     try:
         with TemporaryDirectory() as folder:
@@ -174,7 +175,8 @@ def main(only: list[str], file: Path = FILE) -> None:
     torch.set_num_threads(1)
     found = [asdict(family) for family in _entries(only)]
     for entry in found:
-        entry["error"] = None if math.isnan(entry["error"]) else float(f"{entry['error']:.1e}")
+        known = entry["error"] is not None and not math.isnan(entry["error"])  # None in the file's entries
+        entry["error"] = float(f"{entry['error']:.1e}") if known else None
     whole = {"transformers": transformers.__version__, "families": found}
     file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 

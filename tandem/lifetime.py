@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -30,12 +31,17 @@ THREADLESS = {
 }
 """Environment variables that stop pyarrow, NumPy and PyTorch from starting threads on import."""
 
+UNUSED_SECONDS = 30 * 86400
+"""The time after which unused entries of a cache are removed."""
 _PREFIX = "tandem-scratch-"
 _LAST_WORDS_S = 0.7
 """The time limit for all functions in `last_words` together, in seconds."""
 
 _MADE: dict[Path, int] = {}
 """A dict from a temporary folder of this process to the file descriptor of its lock."""
+
+_HELD: dict[Path, int] = {}
+"""A dict from a folder that this process holds to the file descriptor of its lock."""
 
 last_words: list[Callable[[], object]] = []
 """The functions that `end_now` calls, in reverse order.
@@ -247,6 +253,33 @@ def _remove_left(folder: Path) -> None:
         return
     finally:
         os.close(held)
+
+
+def hold(folder: Path) -> bool:
+    """Keep `remove_unused` from removing a folder as long as this process lives.
+
+    Returns:
+        Whether the folder exists.
+    """
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    before, _HELD[folder] = _HELD.get(folder), held
+    if before is not None:
+        os.close(before)
+    with suppress(OSError):  # a file system that is read-only or has no locks: nothing is removed there
+        os.utime(held)
+        fcntl.flock(held, fcntl.LOCK_SH)
+    return folder.exists()
+
+
+def remove_unused(place: Path) -> None:
+    """Remove the folders in a cache that no process has held for UNUSED_SECONDS."""
+    for folder in place.iterdir():
+        with suppress(FileNotFoundError):  # another process removed it
+            if time.time() - folder.stat().st_mtime > UNUSED_SECONDS:
+                _remove_left(folder)
 
 
 def _remove_all() -> None:

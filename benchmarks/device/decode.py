@@ -115,6 +115,7 @@ def decode_step(batch: int, context: int, vocabulary: int, device: torch.device)
     return StepInput(
         ids_T=torch.randint(vocabulary, (batch,), generator=generator).to(device),
         positions_T=torch.full((batch,), position, device=device),
+        levels_T=torch.zeros(batch, dtype=torch.int64, device=device),
         starts_S1=torch.arange(batch + 1, dtype=torch.int32, device=device),
         lengths_S=torch.full((batch,), context, dtype=torch.int32, device=device),
         logits_L=torch.arange(batch, device=device),

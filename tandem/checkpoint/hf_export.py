@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from tandem.checkpoint.shards import ShardWriter
 from tandem.checkpoint.staging import staged
 from tandem.errors import CheckpointError
+from tandem.models.stored_layout import StoredLayout
 
 
 def export(
@@ -33,7 +32,7 @@ def export(
     """Write a folder that `from_pretrained` can load.
 
     The folder is written atomically. At any time, only the weights of one file and one further weight are in
-    memory.
+    memory. The files have the names and shapes of `StoredLayout`.
 
     Args:
         weights: full tensors under the names of the transformers model, in any order, on any device. A tied
@@ -70,7 +69,7 @@ def export(
         skeleton.config.to_json_file(folder / "config.json")
         beside(folder)
         writer = ShardWriter(folder, max_shard_bytes)
-        for name, tensor in _as_stored(skeleton, _checked(skeleton, weights, dtype)):
+        for name, tensor in StoredLayout(skeleton).converted(_checked(skeleton, weights, dtype)):
             writer.add(name, tensor)
         writer.close()
     return out
@@ -124,20 +123,3 @@ def _checked(
             got="missing",
             expected=left[missing],
         )
-
-
-def _as_stored(
-    skeleton: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the names and shapes of the architecture's published folders.
-
-    The names and shapes in transformers may differ, for example if all experts of a layer are one tensor. All
-    weights are in memory at the same time only if a stored tensor is built from several tensors of the model.
-    """
-    whole = skeleton.state_dict()
-    parts = [revert_weight_conversion(skeleton, {key: value}) for key, value in whole.items()]
-    if sorted(chain(*parts)) != sorted(revert_weight_conversion(skeleton, whole)):
-        yield from revert_weight_conversion(skeleton, dict(weights)).items()
-        return
-    for name, tensor in weights:
-        yield from revert_weight_conversion(skeleton, {name: tensor}).items()

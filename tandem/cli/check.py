@@ -8,7 +8,7 @@ from tandem.cli import from_verl
 from tandem.cli.resolved import LOADERS
 from tandem.cli.signals import import_module
 from tandem.cli.typed import worded
-from tandem.config.load import Loaded
+from tandem.config.load import Loaded, load_tried_config
 from tandem.config.root import TrainConfig
 from tandem.config.sizes import derived
 from tandem.config.sources import split_arguments
@@ -16,7 +16,7 @@ from tandem.data.files import count_rows
 from tandem.errors import ConfigError, IncompleteModelError, TandemError
 from tandem.observability.sinks.registry import absent_sinks
 from tandem.observability.terminal import say
-from tandem.trainer.here import missing_here, refuse, unfit
+from tandem.trainer.here import crowded, missing_here, refuse, unfit
 
 OPTIONS = ("--sft", "--rm", "--run", "--here")
 
@@ -27,7 +27,7 @@ def check(arguments: list[str]) -> int:
 
     usage: tandem check [CONFIG.yaml] key=value … [--sft | --rm | --run | --here]
            tandem check --from-verl SCRIPT.sh [key=value …] [-- ARGUMENTS…]
-           tandem check --model DIR
+           tandem check --model DIR [model.override_config.NAME=VALUE …]
 
     The check also reads the data and the model that the config names, as the run would read them. It lists
     what the run needs and this machine lacks, such as a GPU or Ray.
@@ -41,7 +41,8 @@ def check(arguments: list[str]) -> int:
               The test answers three questions. Are sequences that are packed into one row independent of each
               other? Does each get the same log-probs as alone in transformers' own model, also beyond the
               model's attention windows? Can the native rollout engine run the model? The exit status is 1
-              if training, or generation with the native engine, would be wrong.
+              if training, or generation with the native engine, would be wrong. The keys
+              model.override_config, model.resize_embeddings and model.trust_remote_code apply.
       --from-verl SCRIPT.sh, --call N, --script-limit SECONDS
               read the settings from a shell script that calls verl, as `tandem train` does
     """
@@ -88,6 +89,8 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     wrong = [error for error in found if error not in missing]
     refuse([*missing, *wrong] if "--here" in given else wrong)
     print("the config is sound")
+    if slow := crowded(loaded.config.trainer):
+        say(f"note: {slow}")
     if missing:
         say(f"to run it on this machine, `tandem {command}` also needs:")
     for error in missing:
@@ -95,10 +98,17 @@ def _said(loaded: Loaded[Any], command: str, given: list[str]) -> int:
     return _control(loaded) if "--run" in given else 0
 
 
-def _model(folders: list[str]) -> int:
+def _model(words: list[str]) -> int:
+    folders = [word for word in words if "=" not in word]
     if len(folders) != 1:
         raise ConfigError("--model takes one folder", got=" ".join(folders) or "none")
-    found, model = import_module("tandem.models.packed_check").check_packed(folders[0])
+    loaded = load_tried_config(folders[0], [word for word in words if "=" in word])
+    for notice in loaded.messages:
+        say(f"note: {notice}")
+    tried = loaded.config.model
+    found, model = import_module("tandem.models.packed_check").check_packed(
+        tried.path, trust_remote_code=tried.trust_remote_code
+    )
     print("\n".join(found.lines))
     trial = import_module("tandem.trainer.trial")
     wrong = False

@@ -33,7 +33,8 @@ def view(
         port: port of the page; 0: any free port
         no_browser: only print the address, do not open a browser
     """
-    with Shelf(runs or [Path("runs")]) as shelf:
+    folders = runs or [Path("runs")]
+    with Shelf(folders) as shelf:
         try:
             server = Server(Api(shelf), port)
         except OSError as error:
@@ -46,6 +47,11 @@ def view(
             ) from error
         with server:
             say(f"{server.url}\nruns: {len(shelf.runs())}; press Ctrl-C to stop")
+            if not shelf.runs():
+                say(
+                    f"no run was found below {', '.join(map(str, folders))}; the page shows runs as soon as "
+                    "they start there. Start a run (such as `tandem demo`), or name a folder with runs."
+                )
             if not no_browser:
                 webbrowser.open(server.url)
             server.serve_forever()

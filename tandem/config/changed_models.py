@@ -3,7 +3,8 @@
 A changed model has a folder in the user's cache: a config.json with the changes, and links to all other
 files of the model's folder. Everything that reads the model reads this folder. Its name depends on the model
 and the changes, so each command and each process finds the same folder. `tandem.models.resized` adds the
-weights of a larger or smaller embedding.
+weights of a larger or smaller embedding. When a folder is made, those that no process used for a month are
+removed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.config.section import Section
 from tandem.errors import ConfigError
+from tandem.lifetime import hold, remove_unused
 from tandem.texts import parse_json
 
 C = TypeVar("C", bound=Section)
@@ -29,6 +31,8 @@ ROPE = ("rope_scaling", "rope_parameters")
 """The names of the rotary parameters in a config.json: before and since version 5 of transformers."""
 _KEPT = ("rope_theta", "partial_rotary_factor")
 """The rotary parameters that also have a meaning for another rope type."""
+_KEYS: dict[str, str] = {}
+"""A dict from the folder of a changed model to the prefix of the keys that changed it in the last config."""
 
 
 def stored_config(folder: str | Path) -> dict[str, Any]:
@@ -67,6 +71,11 @@ def given_name(folder: str) -> str:
     return folder if origin is None else f"{origin.source} with changes"
 
 
+def changing_key(folder: str | Path, name: str) -> str:
+    """Return the whole key that changes a model, for messages; `name` is its last part."""
+    return _KEYS.get(str(folder), "model.") + name
+
+
 def with_changed_models(config: C) -> tuple[C, list[str]]:
     """Replace the path of each changed model by the folder with the changes.
 
@@ -96,6 +105,7 @@ def with_changed_models(config: C) -> tuple[C, list[str]]:
                 said = f"{at}override_config and resize_embeddings: no effect without a config.json."
             else:
                 written[f"{at}path"], new["path"] = (section.path, folder), folder
+                _KEYS[folder] = _KEYS[folder] if folder in sentences else at
             sentences.setdefault(folder, said)
         changed = any(value is not inner.get(name) for name, value in new.items())
         return section.model_copy(update=new) if changed else section
@@ -133,17 +143,23 @@ def changed_folder(
     texts = [json.dumps(part, indent=2, ensure_ascii=False) + "\n" for part in (changed, asdict(origin))]
     digest = hashlib.blake2b("".join(texts).encode(), digest_size=6).hexdigest()
     folder = _cache() / f"{source.name}-{digest}"
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}"))
-        for name, text in zip((CONFIG, _ORIGIN), texts, strict=True):
-            (made / name).write_text(text, encoding="utf-8")
-        try:
-            made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
+    while not hold(folder):
+        _make(folder, texts)
     link_files(folder)
     return str(folder)
+
+
+def _make(folder: Path, texts: Sequence[str]) -> None:
+    """Make the folder with config.json and origin, and remove folders that were not used for a month."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}"))
+    for name, text in zip((CONFIG, _ORIGIN), texts, strict=True):
+        (made / name).write_text(text, encoding="utf-8")
+    try:
+        made.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(made)
+    remove_unused(folder.parent)
 
 
 def link_files(folder: Path) -> None:

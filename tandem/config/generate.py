@@ -94,25 +94,49 @@ class EvalDataConfig(RowsConfig):
     response_key: str = "responses"
 
 
-class ChatConfig(Section):
-    """The settings that format conversations for a model.
+class ChangesConfig(Section):
+    """The changes of a model, and whether its code runs.
 
     Attributes:
         override_config: Fields of the model's config.json that this command changes, for example
             {max_position_embeddings: 131072}. Nested fields are merged.
         resize_embeddings: Number of rows of the embedding and the output head, for a tokenizer with added
             tokens. New rows are the mean of the old rows. null: as many as the folder has.
-        custom_chat_template: Jinja chat template. null: the template of the tokenizer.
         trust_remote_code: Run Python code that is in the model folder.
     """
 
     override_config: dict[str, Any] = OVERRIDE_CONFIG
     resize_embeddings: int | None = RESIZE_EMBEDDINGS
-    custom_chat_template: str | None = None
     trust_remote_code: bool = False
 
 
+class ChatConfig(ChangesConfig):
+    """The settings that format conversations for a model.
+
+    Attributes:
+        custom_chat_template: Jinja chat template. null: the template of the tokenizer.
+    """
+
+    custom_chat_template: str | None = None
+
+
 _MODEL, _TOKENIZER = ModelFolder("config.json"), ModelFolder("tokenizer_config.json")
+
+
+class TriedModelConfig(ChangesConfig):
+    """A model whose architecture is tested.
+
+    Attributes:
+        path: Hugging Face folder of the model.
+    """
+
+    path: LocalPath = key(..., needs=_MODEL)
+
+
+class TriedConfig(Section):
+    """The whole config of `tandem check --model`."""
+
+    model: TriedModelConfig
 
 
 class SampledModelConfig(ChatConfig):

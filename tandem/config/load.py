@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from tandem.config.changed_models import with_changed_models
 from tandem.config.check import check
 from tandem.config.fitted import fitted
-from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig
+from tandem.config.generate import OTHER_NAMES, EvalConfig, GenerateConfig, TriedConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rules import RULES
 from tandem.config.schema import Key, is_no_number, keys, nested, sections, shown, unknown_key, value_at
@@ -118,6 +118,11 @@ def load_generate_config(path: str | None = None, overrides: Overrides = ()) -> 
 def load_eval_config(path: str | None = None, overrides: Overrides = ()) -> Loaded[EvalConfig]:
     """Return the config of `tandem eval`; see `load_train_config`."""
     return _load(EvalConfig, OTHER_NAMES.get, path, overrides)
+
+
+def load_tried_config(folder: str, overrides: Overrides = ()) -> Loaded[TriedConfig]:
+    """Return the config of `tandem check --model`; see `load_train_config`."""
+    return _load(TriedConfig, _no_rule, None, [{"model.path": folder}, *overrides])
 
 
 def load_data_config(root: type[C], overrides: Overrides) -> C:

@@ -149,6 +149,9 @@ class ValidationSampling(SamplingSection):
     do_sample: bool = key(False, needs=_NOT_GREEDY)
 
 
+_STARTED = When(lambda own: not own.urls, "if {urls} is empty")
+
+
 class ServerConfig(Section):
     """Servers that generate the responses. All serve the same model.
 
@@ -177,9 +180,9 @@ class ServerConfig(Section):
     request_timeout: float = key(1800.0, gt=0)
     weights_backend: Literal["auto", "nccl", "gloo"] = "auto"
     weights_folder: LocalPath | None = None
-    python: LocalPath | None = None
-    arguments: dict[str, Any] = key({})
-    start_timeout: float = key(600.0, gt=0)
+    python: LocalPath | None = key(None, when=_STARTED)
+    arguments: dict[str, Any] = key({}, when=_STARTED)
+    start_timeout: float = key(600.0, when=_STARTED, gt=0)
 
 
 class EngineConfig(SamplingSection):

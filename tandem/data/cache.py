@@ -20,9 +20,9 @@ import pyarrow as pa
 
 from tandem.data.values import refuse_conversions
 from tandem.errors import DataError
+from tandem.lifetime import UNUSED_SECONDS
 from tandem.observability.terminal import warn
 
-UNUSED_SECONDS = 30 * 86400
 ABANDONED_SECONDS = 86400
 """The age, in seconds, after which an unfinished entry is considered a leftover of a killed run."""
 BATCH_ROWS = 8192

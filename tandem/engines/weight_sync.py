@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.errors import EngineError
+from tandem.models.weight_files import stored_tensors
 from tandem.protocol.shipping import Shipped
 
 Digest = dict[str, int]
@@ -77,6 +78,16 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> Digest:
     """Return a dict from name to checksum of whole tensors, with one transfer from the device for all."""
     sums = {name: checksum(tensor) for name, tensor in tensors}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def module_digest(module: nn.Module) -> Digest:
+    """Return the digest of the weights of a transformers model.
+
+    Persistent buffers are weights too. They are converted to the dtype of the parameters, as in the trainer's
+    digest.
+    """
+    dtype = next(module.parameters()).dtype
+    return digest((name, value.to(dtype)) for name, value in stored_tensors(module).items())
 
 
 @dataclass(frozen=True, slots=True)

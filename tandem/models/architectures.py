@@ -82,6 +82,11 @@ def require_task(
     found = models.get(type(config), None)
     if found is None:
         raise _unsupported(f"the model's architecture cannot be loaded as {task}", folder, config.to_dict())
+    try:
+        config.get_text_config()
+    except ValueError as error:  # for example, a text encoder beside the decoder
+        problem = "the model has several text models, and transformers does not say which is trained"
+        raise _unsupported(problem, folder, config.to_dict()) from error
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -10,11 +10,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tandem.config.changed_models import ROPE, origin_of, rope_type, stored_config
+from tandem.config.changed_models import ROPE, changing_key, origin_of, rope_type, stored_config
 from tandem.config.section import nearest_remedy
 from tandem.errors import ModelError
 
-_KEY = "model.override_config"
 _ROPE_TYPES = ("default", *ROPE_INIT_FUNCTIONS)
 _ROPE_NAMES = (
     *(
@@ -50,7 +49,8 @@ def require_fields(folder: Path, config: PreTrainedConfig) -> None:
     """
     origin = origin_of(folder)
     if origin is not None:
-        _require(origin.override, config, stored_config(origin.source), _KEY)
+        at = changing_key(folder, "override_config")
+        _require(origin.override, config, stored_config(origin.source), at)
 
 
 def misfit(folder: Path, problem: str) -> ModelError | None:
@@ -60,7 +60,7 @@ def misfit(folder: Path, problem: str) -> ModelError | None:
         return None
     return ModelError(
         "the model cannot be loaded with the changed fields of its config.json",
-        field=_KEY,
+        field=changing_key(folder, "override_config"),
         got=f"{origin.override}: {problem}",
         expected="valid values, which do not change the shapes of weights",
         remedy="correct or remove these fields",

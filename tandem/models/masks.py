@@ -19,12 +19,14 @@ from transformers.masking_utils import causal_mask_function
 from tandem.errors import ModelError
 
 _tokens: ContextVar[Any] = ContextVar("_tokens")
-_WINDOW, _CHUNK, _AND, _PACKED = (
+_WINDOW, _CHUNK, _AND, _OR, _BLOCKS, _PACKED = (
     f"{maker}.<locals>.{made}"
     for maker, made in (
         ("sliding_window_overlay", "inner_mask"),
         ("chunked_overlay", "inner_mask"),
         ("and_masks", "and_mask"),
+        ("or_masks", "or_mask"),
+        ("blockwise_overlay", "inner_mask"),
         ("packed_sequence_mask_function", "inner_mask"),
     )
 )
@@ -105,11 +107,15 @@ def _limits(function: Any) -> tuple[int, int]:
         return 0, 0
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     held = dict(zip(names, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
-    kind = getattr(function, "__qualname__", repr(function))
+    kind = _name(function)
     if kind == _AND:
         found = [_limits(part) for part in held["mask_functions"]]
         windows, chunks = ([limit for limit in limits if limit] for limits in zip(*found, strict=True))
         return min(windows, default=0), min(chunks, default=0)
+    if kind == _OR:
+        others = [part for part in held["mask_functions"] if _name(part) != _BLOCKS]
+        if len(others) == 1:  # a block is an image, and sequences here are text
+            return _limits(others[0])
     if kind == _WINDOW:
         return int(held["sliding_window"]), 0
     if kind == _CHUNK:
@@ -123,3 +129,7 @@ def _limits(function: Any) -> tuple[int, int]:
         expected="a causal mask, a sliding window or chunks",
         remedy="train another model",
     )
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))

@@ -23,6 +23,7 @@ from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs
 from tandem.models.parallel import collective_timeout, require_kind
 from tandem.models.policy import PackedModel, hidden_states
+from tandem.models.weight_files import stored_tensors
 
 FIELD = "fsdp_config.pipeline_parallel_size"
 HIDDEN = "hidden"
@@ -133,12 +134,12 @@ class Pipeline:
         """
         decoder: Any = module.decoder
         head = module.output_layer
-        named = {module.hf_name(name): parameter for name, parameter in module.named_parameters()}
+        named = {module.hf_name(name): value for name, value in stored_tensors(module).items()}
         stages: dict[Tensor, int] = dict.fromkeys(decoder.embed_tokens.parameters(), 0)
         layers = module.layers
         for index, layer in enumerate(layers):
             stage = self.stage_of(index, len(layers))
-            stages |= dict.fromkeys(layer.parameters(), stage)
+            stages |= dict.fromkeys(stored_tensors(layer).values(), stage)
             if stage != self.stage:
                 layers[index] = OtherStageLayer()
         tied = head.weight is decoder.embed_tokens.weight
@@ -148,8 +149,8 @@ class Pipeline:
             decoder.norm = nn.Identity()
             _empty(head)
             module.forward = partial(_hidden_outputs, module)
-        shapes = {name: parameter.shape for name, parameter in named.items()}
-        return shapes, {name: stages.get(p, self.size - 1) for name, p in named.items()}, tied
+        shapes = {name: value.shape for name, value in named.items()}
+        return shapes, {name: stages.get(value, self.size - 1) for name, value in named.items()}, tied
 
 
 class OtherStageLayer(nn.Module):

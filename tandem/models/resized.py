@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.config.changed_models import Origin, link_files, origin_of
+from tandem.config.changed_models import Origin, changing_key, link_files, origin_of
 from tandem.errors import ModelError
 from tandem.hub import fetch_weights
 from tandem.models.loading import lacks_score_head, load_config, load_policy, load_scorer
@@ -69,7 +69,7 @@ def _resize(folder: Path, origin: Origin, rows: int, *, trust_remote_code: bool)
     if names[0] not in there:
         raise ModelError(
             "the embedding cannot be resized, because the folder does not have it under its usual name",
-            field="model.resize_embeddings",
+            field=changing_key(folder, "resize_embeddings"),
             got=origin.source,
             expected=f"safetensors files with {names[0]}",
             remedy="load the model with transformers, call resize_token_embeddings, and save it",

@@ -30,7 +30,7 @@ FIELD = "fsdp_config.tensor_parallel_size"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # The dimension of a weight, outputs or inputs, that each style of transformers' plans splits.
 _SPLIT = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1}
-_STANDARD = {  # for architectures for which transformers has no plan
+_STANDARD = {  # for architectures for which transformers' plan splits no layers
     **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise",
 }
@@ -130,12 +130,13 @@ def _styles(decoder: Any) -> tuple[dict[str, str], set[str]]:
     is split by inputs, the columns of A are split too, and the output of A, a few numbers per token, is
     summed. Otherwise, A and B are whole.
     """
-    plan, adapted = decoder.config.base_model_tp_plan or _STANDARD, adapted_layers(decoder)
+    named, adapted = decoder.config.base_model_tp_plan or {}, adapted_layers(decoder)
+    plan = {place: style for place, style in named.items() if style in _SPLIT} or _STANDARD
     styles: dict[str, str] = {}
     parents = set()
     for name, _ in decoder.named_modules():
         style = plan.get(_NUMBER.sub("*", name))
-        if style not in _SPLIT or ".experts" in name:
+        if style is None or ".experts" in name:
             continue
         if style == "colwise":
             parents.add(name.rpartition(".")[0])

@@ -129,8 +129,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Such a buffer is a constant: training does not change it.
     """
-    persistent = model.state_dict(keep_vars=True).keys()
-    return {name: value for name, value in model.named_buffers() if name in persistent}
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in model.named_modules()
+        for name, value in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return a dict from name to each parameter (tied parameters once) and each persistent buffer."""
+    return {**dict(model.named_parameters()), **persistent_buffers(model)}
 
 
 def read_weights(
@@ -157,10 +166,9 @@ def _stored(module: PackedModel) -> dict[str, Tensor]:
 
     These are parameters (tied parameters once) and persistent buffers, but not adapters.
     """
-    named = {**dict(module.named_parameters()), **persistent_buffers(module)}
     return {
         module.hf_name(n): value.detach()
-        for n, value in named.items()
+        for n, value in stored_tensors(module).items()
         if n not in module.starts_at_zero and not is_adapter(n)
     }
 

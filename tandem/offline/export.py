@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from tandem.observability import terminal
 from tandem.observability.config_file import read_config
 from tandem.observability.inside import require_inside
 from tandem.offline.export_files import copy_files, declare_ends
-from tandem.offline.export_lora import export_adapter, merged_weights, stored_buffers
+from tandem.offline.export_lora import export_adapter, merged_weights
 from tandem.offline.generate import alone
 
 
@@ -76,7 +75,7 @@ def export_checkpoint(
         scores, tokenizer = (found.path / "reward_model").is_dir(), tokenizer_of(model)
         saved = found.path / ("reward_model" if scores else "actor")
         if adapter:
-            return export_adapter(saved, model, out, dtype, scores=scores)
+            return export_adapter(saved, model, out, dtype, scores=scores, say=say)
 
         def beside(folder: Path) -> None:
             copy_files(model, folder, scores=scores)
@@ -85,7 +84,7 @@ def export_checkpoint(
 
         weights = merged_weights(saved, model, scores=scores) if model.lora_rank else read_weights(saved)
         return export(
-            chain(weights, stored_buffers(model, scores=scores)),
+            weights,
             _model_config(model, tokenizer, scores=scores),
             beside,
             out,

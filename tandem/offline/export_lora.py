@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tandem.checkpoint.staging import staged
 from tandem.checkpoint.weights import read_weights as trained_weights
+from tandem.config.changed_models import origin_of
 from tandem.config.model import ModelConfig
 from tandem.engines.train.lora import BASE, BASE_TYPE, SCALING
 from tandem.engines.weight_sync import checksum
@@ -20,7 +21,7 @@ from tandem.errors import CheckpointError
 from tandem.models.loading import load_policy, load_scorer
 from tandem.models.lora import is_adapter, lora_config, merged, require_peft
 from tandem.models.lora_files import PREFIX, WEIGHTS
-from tandem.models.weight_files import persistent_buffers, read_weights
+from tandem.models.weight_files import read_weights, stored_tensors
 from tandem.offline.export_files import copy_tokenizer
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -68,6 +69,7 @@ def export_adapter(
     dtype: torch.dtype,
     *,
     scores: bool,
+    say: Callable[[str], None],
 ) -> Path:
     """Write a folder that `peft.PeftModel.from_pretrained` loads on top of the base model.
 
@@ -79,6 +81,7 @@ def export_adapter(
         out: the folder to write; it must not exist or be empty.
         dtype: the type of the written tensors.
         scores: whether the model is a reward model.
+        say: prints a sentence to the user.
 
     Returns:
         The folder.
@@ -92,6 +95,13 @@ def export_adapter(
             "the run trained all weights and has no adapters", got=path, remedy="leave out --adapter"
         )
     require_peft(model)
+    origin, source = origin_of(model.path), model.path
+    if origin is not None:
+        source = origin.source
+        say(
+            f"the adapters were trained on {source} with these changes: override_config={origin.override}, "
+            f"resize_embeddings={origin.rows}. Change the model in the same way before you load them."
+        )
     tensors = {name: value.to(dtype) for name, value in trained_weights(path)}
     adapted = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
     config = lora_config(
@@ -100,7 +110,7 @@ def export_adapter(
         target_modules=_targets(_model(model, scores=scores, weights=False), adapted),
         exclude_modules=None,
         modules_to_save=sorted({name.rpartition(".")[0] for name in tensors if not is_adapter(name)}) or None,
-        base_model_name_or_path=str(Path(model.path).absolute()),
+        base_model_name_or_path=str(Path(source).absolute()),
         inference_mode=True,
     )
     with staged(out) as folder:
@@ -125,18 +135,11 @@ def _model(model: ModelConfig, *, scores: bool, weights: bool) -> PreTrainedMode
     return load_policy(model.path, trust_remote_code=remote, weights=weights)
 
 
-def stored_buffers(model: ModelConfig, *, scores: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each constant that the model's folder contains beside the parameters."""
-    skeleton = _model(model, scores=scores, weights=False)
-    load = partial(_model, model, scores=scores, weights=True)
-    yield from read_weights(model.path, skeleton, persistent_buffers(skeleton), load)
-
-
 def _base_weights(
     model: ModelConfig, *, scores: bool, without: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the folder's parameters, except those in `without`."""
+    """Yield the folder's parameters and persistent buffers, except those in `without`."""
     skeleton = _model(model, scores=scores, weights=False)
-    needed = {name: p for name, p in skeleton.named_parameters() if name not in without}
+    needed = {name: value for name, value in stored_tensors(skeleton).items() if name not in without}
     load = partial(_model, model, scores=scores, weights=True)
     yield from read_weights(model.path, skeleton, needed, load)

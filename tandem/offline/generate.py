@@ -26,12 +26,13 @@ from tandem.data.rows import check_new_columns, write_rows
 from tandem.device import choose_device
 from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStream, finished
 from tandem.engines.rollout.registry import make_rollout_engine, stall_timeout_s
-from tandem.engines.weight_sync import Sent, check_arrival, digest
+from tandem.engines.weight_sync import Sent, check_arrival, module_digest
 from tandem.errors import DataError
 from tandem.models.ends import stop_token_ids
 from tandem.models.loading import load_policy
 from tandem.models.resized import complete_weights
 from tandem.models.vocabulary import tokenizer_of
+from tandem.models.weight_files import stored_tensors
 from tandem.observability.journal import Journal
 from tandem.observability.lock import ProcessLock
 from tandem.observability.progress import Progress
@@ -252,8 +253,8 @@ class Offline:
         )
         model.train(False)
         shares = SharedModule in engine.takes
-        source = SharedModule(model) if shares else WeightStream(model.named_parameters())
-        sent = Sent(0, digest(model.named_parameters()))
+        source = SharedModule(model) if shares else WeightStream(iter(stored_tensors(model).items()))
+        sent = Sent(0, module_digest(model))
         check_arrival(sent, engine.update_weights(source, 0), engine=self._config.rollout.name)
 
     def text(self, sample: Sample) -> str:

@@ -6,6 +6,7 @@ device, a package or a file is missing here.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -22,6 +23,7 @@ from tandem.config.facts import POLICY, models
 from tandem.config.model import PLAIN_DECODERS
 from tandem.config.root import TrainConfig
 from tandem.config.supervised import RMConfig, SFTConfig, SupervisedConfig
+from tandem.config.trainer import RunConfig
 from tandem.data.files import count_rows
 from tandem.errors import ConfigError, TandemError
 
@@ -49,6 +51,20 @@ def unfit(config: RunsConfig) -> list[TandemError]:
     """
     examine: Callable[[RunsConfig], None] = import_module("tandem.trainer.beforehand").examine
     return _errors(config, (_rows, _architectures, _vocabulary, examine), (_positions,))
+
+
+def crowded(trainer: RunConfig) -> str | None:
+    """Return a sentence if the run would start more processes on this machine's CPU than it has cores."""
+    processes, cores = sum(max(counts) for counts in trainer.pools.values()), os.cpu_count() or 1
+    if trainer.cluster.address is not None or processes <= cores:
+        return None
+    if trainer.device != "cpu" and import_module("torch").cuda.is_available():
+        return None
+    return (
+        f"this run has {processes} processes on a CPU with {cores} cores, so they slow each other down. "
+        "Without a GPU, each device is a process. Lower trainer.n_gpus_per_node, or the numbers in "
+        f"trainer.resource_pools, to at most {cores} processes."
+    )
 
 
 def _errors(

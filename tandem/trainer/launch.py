@@ -17,6 +17,7 @@ from tandem.runtime import Backend, LocalBackend, Placement, ResourcePool, Worke
 from tandem.runtime.worker import WorkerFactory
 from tandem.trainer.beforehand import Prepared
 from tandem.trainer.casting import GroupPlan, plan_groups, pools_of
+from tandem.trainer.here import crowded
 from tandem.trainer.roles import Roles
 from tandem.trainer.scoring import Scoring
 from tandem.trainer.steps import Plan, updates_per_step
@@ -40,6 +41,8 @@ def make_backend(trainer: RunConfig, name: str, run: RunFolder, say: Callable[[s
     if trainer.resolved_backend == "local":
         return LocalBackend()
     make = ray_backend(asked=trainer.backend)
+    if slow := crowded(trainer):
+        say(slow)
     cluster, timeouts = trainer.cluster, trainer.timeouts
     on_sigterm = signal.getsignal(signal.SIGTERM)
     backend = make(

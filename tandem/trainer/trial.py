@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tandem.engines.rollout.base import SharedModule, finished
 from tandem.engines.rollout.borrowed import borrowed
@@ -19,7 +20,7 @@ from tandem.errors import EngineError, TandemError
 from tandem.models.double_precision import double_precision
 from tandem.models.packed_check import check_packed
 from tandem.models.packed_verdict import require_sound
-from tandem.models.small_copy import LONGEST, window_limits
+from tandem.models.small_copy import LONGEST, angle_limits, window_limits
 from tandem.protocol import Request, SamplingParams
 
 LIMIT = 1e-6
@@ -107,9 +108,19 @@ def native_difference(model: Any, *, beyond: bool) -> float:
         for sample in samples:
             prompt, written = requests[int(sample.uid)].prompt_ids, sample.token_ids
             row = torch.from_numpy(np.concatenate([prompt, written]))
-            with borrowed(model, "eager"):
-                logits = model(input_ids=row[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-            wanted = torch.log_softmax(logits, -1).gather(-1, row[len(prompt) :, None]).squeeze(-1)
+            wanted = _log_probs(model, row)[len(prompt) - 1 :]
             gap = ((torch.from_numpy(sample.log_probs) - wanted).abs() / wanted.abs().clamp(min=1)).max()
             worst = float(gap) if not gap <= worst else worst
     return worst
+
+
+def _log_probs(model: Any, row: Tensor) -> Tensor:
+    """Return (T - 1) the log-prob of each token after the first, given the sequence before the token.
+
+    The rotary angles are those of a sequence that ends before the token.
+    """
+    with borrowed(model, "eager"):
+        logits = model(input_ids=row[None, :-1], use_cache=False).logits[0]
+        for limit in sorted(angle_limits(model.config.get_text_config()), reverse=True):
+            logits[:limit] = model(input_ids=row[None, :-1][:, :limit], use_cache=False).logits[0]
+    return torch.log_softmax(logits, -1).gather(-1, row[1:, None]).squeeze(-1)

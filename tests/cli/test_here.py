@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer
 
+from tandem.config.trainer import TrainerConfig
 from tandem.errors import ConfigError
-from tandem.trainer.here import refuse
+from tandem.trainer.here import crowded, refuse
 from tests.support.runs import Lab
 
 OWN = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
@@ -73,6 +75,25 @@ def test_several_things_are_said_at_once(lab, tmp_path, refused):
     twice = [ConfigError("two checks find it", field="key") for _ in range(2)]
     with pytest.raises(ConfigError, match=r"^key: two checks find it$"):
         refuse(twice)
+
+
+@pytest.mark.parametrize("at", ["actor_rollout_ref.model", "critic.model"])
+def test_an_unknown_field_of_a_model_has_its_whole_key(lab, tmp_path, refused, at):
+    words = ["algorithm.adv_estimator=gae", f"{at}.override_config.rms_norm_epss=1"]
+    error = refused("check", *lab.overrides(tmp_path / "run"), *words)
+    assert f"{at}.override_config.rms_norm_epss" in error and "did you mean rms_norm_eps?" in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each process has a device")
+@pytest.mark.parametrize(
+    ("given", "crowd"),
+    [("n_gpus_per_node=4", True), ("n_gpus_per_node=2", False), ("resource_pools={a: [2], b: [1]}", True)],
+)
+def test_more_processes_than_cores_are_told(monkeypatch, given, crowd):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    name, value = given.split("=")
+    trainer = TrainerConfig.model_validate({name: yaml.safe_load(value)})
+    assert ("at most 2 processes" in (crowded(trainer) or "")) == crowd
 
 
 def test_where_nothing_is_missing(lab, tmp_path, printed):

@@ -1,6 +1,10 @@
 """A model whose config.json a run changes has a folder of its own, which everything reads."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from tandem.config.changed_models import (
 from tandem.config.load import load_sft_config, load_train_config
 from tandem.config.written import to_dict
 from tandem.errors import ConfigError, ConfigErrors
+from tandem.lifetime import UNUSED_SECONDS
 
 MODEL = "actor_rollout_ref.model"
 CARD = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32}
@@ -94,6 +99,24 @@ def test_the_folder_has_the_changes_and_links_and_is_made_once(model):
     others.append(changed_folder(str(model), {"rope_scaling": CARD}, 64))
     assert len({*others, str(folder)}) == 4
     assert changed_folder(str(model.parent), {"a": 1}, None) is None
+
+
+def test_unused_folders_are_removed_unless_a_process_holds_them(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    program = (
+        "import sys, tandem.config.changed_models as c; print(c.changed_folder(sys.argv[1], {'a': 1}, None))"
+    )
+    command = [sys.executable, "-c", program, str(model)]
+    left = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    held = Path(changed_folder(str(model), {"a": 2}, None))
+    for folder in (left, held):
+        assert folder.is_dir()
+        os.utime(folder, (time.time() - UNUSED_SECONDS - 9,) * 2)
+    made = Path(changed_folder(str(model), {"a": 3}, None))
+    assert sorted(made.parent.iterdir()) == sorted([held, made])
+    assert (model / "config.json").exists()
+    held.rename(tmp_path / "elsewhere")
+    assert Path(changed_folder(str(model), {"a": 2}, None)).is_dir()
 
 
 def test_every_role_reads_the_changed_folder_and_files_keep_the_users_path(model):

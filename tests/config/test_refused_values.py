@@ -170,6 +170,9 @@ V.do_sample=true V.temperature=1 VAL V.n=99999999 | at most 10,000,000
 WITHOUT_EFFECT = """
 A.kl_loss_coef=0.01 | only if A.use_kl_loss=true
 A.kl_loss_type=k2 | only if A.use_kl_loss=true
+R.name=sglang R.server.urls=http://a:1 R.server.python=/a | only if R.server.urls is empty
+R.name=sglang R.server.urls=http://a:1 R.server.arguments={a: 1} | got: {'a' // only if R.server.urls is empty
+R.name=vllm R.mode=server R.server.urls=http://a:1 R.server.start_timeout=9 | only if R.server.urls is empty
 G.kl_penalty=k2 | only if G.use_kl_in_reward=true
 G.kl_ctrl.kl_coef=0.1 | only if G.use_kl_in_reward=true
 G.use_kl_in_reward=true G.kl_ctrl.horizon=500 | only if G.kl_ctrl.type=adaptive

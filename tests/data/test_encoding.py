@@ -16,7 +16,7 @@ import torch
 from tandem.data import encoding
 from tandem.data import files as files_module
 from tandem.data import formats as formats_module
-from tandem.data.cache import UNUSED_SECONDS, entry
+from tandem.data.cache import entry
 from tandem.data.files import read_files
 from tandem.data.forms import PromptForm
 from tandem.data.loader import BatchLoader
@@ -24,6 +24,7 @@ from tandem.data.mixture import EpochOrder, MixedOrder
 from tandem.data.prompts import PromptDataset
 from tandem.data.sft import SFTDataset
 from tandem.errors import DataError
+from tandem.lifetime import UNUSED_SECONDS
 from tests.data.cases import prompt_row
 from tests.support.refusing import refused
 

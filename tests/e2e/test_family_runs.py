@@ -26,9 +26,10 @@ __all__ = ["school"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 IN_ROWS = ("lfm2", "qwen3_next")
-"""Architectures whose sequences have rows of their own."""
-BY_HF = (*IN_ROWS, "phi3")
-"""Architectures that the native engine does not sample from."""
+"""Architectures whose sequences have rows of their own. The native engine does not sample from them."""
+CROSSING = "phi3 crossing"
+"""A model whose responses grow beyond the limit of longrope, LIMIT tokens."""
+LIMIT = 12
 SLOW_LETTERS = f"import time\n{REWARD_HEAD}\n    time.sleep(0.02)\n    return len(set(solution_str)) / 6\n"
 DIVISIONS = {"shards": "", "layers": "A.fsdp_config.tensor_parallel_size=2"}
 LEARNT = ("reward/mean", "actor/loss", "actor/entropy", "actor/grad_norm")
@@ -41,7 +42,12 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 def model(tmp_path_factory):
     """Return a function from the name of a family to the folder of a random model."""
     folder = tmp_path_factory.mktemp("families")
-    return cache(lambda family: make_family(folder / family, family))
+
+    def of(family: str) -> Path:
+        changes = {"original_max_position_embeddings": LIMIT} if family == CROSSING else {}
+        return make_family(folder / family, family.split()[0], **changes)
+
+    return cache(of)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def words(lab, model):
     """Return a function from the name of a family to the words of its run by GRPO."""
 
     def of(family: str) -> list[str]:
-        engine = "hf" if family in BY_HF else "native"
+        engine = "hf" if family in IN_ROWS else "native"
         return full_words(
             f"M.path={model(family)} R.name={engine} data.max_response_length=24 trainer.save_freq=1 steps=3",
             lab.reward(SLOW_LETTERS),
@@ -94,7 +100,26 @@ def test_a_policy_learns_from_its_rollouts_and_is_exported(whole, tmp_path, fami
 
 
 @pytest.mark.slow
-@each_family
+def test_responses_that_cross_the_limit_of_longrope(whole, model, tmp_path):
+    """The rollout's angles are those of the sequence before each token, training's those of the whole."""
+    run, beginning = whole(CROSSING), AutoModelForCausalLM.from_pretrained(model(CROSSING))
+    crossed = 0
+    for tokens, mask, log_probs in run.each(1, "tokens", "response_mask", "rollout_log_probs"):
+        row, written = torch.tensor([tokens]), torch.tensor(mask[1:]).bool()
+        with torch.no_grad():
+            logits = beginning(row[:, :-1], use_cache=False).logits[0]
+            logits[:LIMIT] = beginning(row[:, :-1][:, :LIMIT], use_cache=False).logits[0]
+        wanted = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        found = torch.tensor(log_probs)[1:]
+        torch.testing.assert_close(found[written], wanted[written], rtol=0, atol=2e-5, check_dtype=False)
+        crossed += mask.index(True) < LIMIT < len(tokens)
+    assert crossed > 4 and all(row["actor/grad_norm"] > 0.01 for row in run.rows)
+    tokens = [torch.tensor(each) for each in run.samples(3)["tokens"]]
+    check_export(run.actor.actor, run.folder, tmp_path / "out", tokens[:6])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, CROSSING])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(lab, words, whole, family):
     name = f"{family} killed"
     folder = lab.folder / name

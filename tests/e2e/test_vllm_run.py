@@ -34,12 +34,31 @@ def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster, tmp_pat
     assert found.equal and found.recorded["actor/grad_norm"] == run.rows[-1]["actor/grad_norm"]
 
 
+FAMILIES = ("gemma3_text", "olmo3", "phi3", "gpt_oss", "glm4_moe", "mixtral", "qwen3_moe")
+CHANGES = {
+    "llama4_text": {
+        "interleave_moe_layer_step": 2,
+        "moe_layers": [1],
+        "attention_chunk_size": 128,
+        "num_experts_per_tok": 1,
+    },
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "hidden_size": 128},
+}
+"""Further families, with the layers and sizes that vLLM supports on CPUs."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "olmo3", "phi3"])
-def test_windows_fused_layers_and_stretched_angles(tmp_path, family):
-    """The trainer uses the classes of transformers with which vLLM runs olmo3."""
+@pytest.mark.parametrize("family", [*FAMILIES, *CHANGES])
+def test_windows_fused_layers_stretched_angles_and_experts(tmp_path, family):
+    """The trainer uses the classes of transformers with which vLLM runs olmo3.
+
+    The third step samples from weights that have been updated twice.
+    """
     lab = Lab(tmp_path)
-    model = make_family(tmp_path / family, family, head_dim=32, initializer_range=0.06)
-    words = f"M.path={model} R.name=vllm R.max_num_seqs=8 data.max_response_length=24 steps={STEPS}"
-    for row in lab.run("run", lab.letters, words).rows:
+    sizes = {"head_dim": 32, "initializer_range": 0.06, **CHANGES.get(family, {})}
+    model = make_family(tmp_path / family, family, **sizes)
+    words = f"M.path={model} R.name=vllm R.max_num_seqs=8 data.max_response_length=24 steps=3"
+    rows = lab.run("run", lab.letters, words).rows
+    assert len(rows) == 3
+    for row in rows:
         assert row["rollout/log_prob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0

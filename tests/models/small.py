@@ -54,7 +54,10 @@ def make_engine(folder, kind="policy", precision="fp32", model=None, **keys):
 
 
 def plain_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+    """Return transformers' model in float64. Eager attention would round to fp32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model.config._attn_implementation = "sdpa"  # some versions do not accept it for Gemma 2
+    return model
 
 
 def log_softmax(model, tokens, temperature=1.0):

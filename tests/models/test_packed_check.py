@@ -68,6 +68,15 @@ def test_a_sound_model(llama, checked):
     assert status == 1 and "--model takes one folder" in said
 
 
+def test_a_changed_model_is_checked(tmp_path, checked):
+    folder = folder_of(tmp_path / "cohere", "cohere", logit_scale=1.0)
+    status, said = checked(folder, "model.resize_embeddings=64")
+    assert status == 0 and f"{folder} with the changes" in said
+    for word, problem in (("logit_scale=0.0", "positive"), ("nosuch=1", "model.override_config.nosuch")):
+        status, said = checked(folder, f"model.override_config.{word}")
+        assert status == 1 and problem in said
+
+
 def test_sequences_that_see_each_other(llama, monkeypatch, checked):
     """Let every token see all tokens before it, in any sequence."""
 

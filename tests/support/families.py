@@ -13,12 +13,12 @@ WINDOW = 8
 """The tokens of a window or a chunk."""
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 3}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": _WINDOWS | _EXPERTS,
     "gemma3_text": _WINDOWS,
     "olmo3": _WINDOWS,
-    "phi3": {"original_max_position_embeddings": 3, "sliding_window": None},
+    "phi3": {"original_max_position_embeddings": 3, "sliding_window": None},  # the limit of longrope
     "llama4_text": {
         **_EXPERTS,
         **{"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"]},
@@ -35,14 +35,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"linear_value_head_dim": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     },
 }
+_ROUTED = FAMILIES["glm4_moe"]
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": _EXPERTS,
+    "minimax_m2": _EXPERTS | {"rotary_dim": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 32},
+        **{"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    },
+    "dots1": _ROUTED,
+    "deepseek_v3": _ROUTED
+    | {
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4, "topk_method": "noaux_tc"},
+        **{"scoring_func": "sigmoid"},
+        **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    },
+}
+"""Further architectures whose experts are one tensor in transformers and separate tensors in folders."""
 
 
 def make_family(folder: Path, family: str, *, head_dim: int = 8, **changes: Any) -> Path:
-    """Create a random model of an architecture of FAMILIES, with its tokenizer."""
-    keys = FAMILIES[family] | {"head_dim": head_dim, "hidden_size": 4 * head_dim} | changes
+    """Create a random model of an architecture of FAMILIES or MIXTURES, with its tokenizer."""
+    keys = (FAMILIES | MIXTURES)[family] | {"head_dim": head_dim, "hidden_size": 4 * head_dim} | changes
     if family == "phi3":
-        factors = {"short_factor": [1.0] * (head_dim // 2), "long_factor": [3.0] * (head_dim // 2)}
-        keys = {"rope_parameters": _LONG | factors, **keys}
+        rope = {"short_factor": [1.0] * (head_dim // 2), "long_factor": [3.0] * (head_dim // 2)}
+        limit = "original_max_position_embeddings"
+        keys = {"rope_parameters": _LONG | rope | {limit: keys[limit]}, **keys}
     path = make_model(folder, kind=family, **keys)
     model = AutoModelForCausalLM.from_pretrained(path)
     for constant in persistent_buffers(model).values():

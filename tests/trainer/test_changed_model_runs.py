@@ -103,5 +103,11 @@ def test_fine_tuning_and_its_export(school, tmp_path, lora):
         model.lm_head.weight.shape[0] == json.loads((tmp_path / "out/config.json").read_text())["vocab_size"]
     )
     assert model.lm_head.weight.shape[0] == 128
-    if not lora:
+    if lora:
+        said: list[str] = []
+        adapter = export_checkpoint(run.folder, tmp_path / "adapter", adapter=True, say=said.append)
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(school.model)
+        assert "resize_embeddings=128" in said[-1]
+    else:
         assert all(torch.equal(model.state_dict()[name], value) for name, value in run.weights().items())

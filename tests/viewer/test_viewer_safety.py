@@ -12,6 +12,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.observability.run import RunFolder
 from tandem.viewer.sample import LONGEST
+from tandem.viewer.server import Server
 from tests.support.hostile_texts import TEXTS
 from tests.support.viewing import sample_table, viewing, write_viewed
 
@@ -121,6 +122,12 @@ def test_the_command_refuses_a_missing_folder_and_a_taken_port(client, hostile, 
     assert "no such folder" in capsys.readouterr().err
     assert main(["view", str(hostile), "--no-browser", "--port", str(client.server.server_port)]) == 1
     assert "choose another port" in capsys.readouterr().err
+
+
+def test_the_command_says_what_to_do_about_a_folder_without_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Server, "serve_forever", lambda self: None)
+    main(["view", str(tmp_path), "--no-browser"])
+    assert f"no run was found below {tmp_path}" in capsys.readouterr().out
 
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.config.check import Rule
-from tandem.config.generate import EvalConfig, GenerateConfig
+from tandem.config.generate import EvalConfig, GenerateConfig, TriedConfig
 from tandem.config.root import TrainConfig
 from tandem.config.rules import algorithm, engine, placement, rollout
 from tandem.config.section import Section
@@ -34,5 +34,6 @@ RULES: Mapping[type[Section], tuple[Rule[Any], ...]] = {
     RMConfig: _SUPERVISED,
     GenerateConfig: _OFFLINE,
     EvalConfig: _OFFLINE,
+    TriedConfig: (),
 }
 """A dict from command to its rules."""

@@ -30,15 +30,21 @@ from tandem.engines.rollout.draws.rows import Rows
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.engines.rollout.draws.written import Written
 from tandem.engines.rollout.own_weights import ModuleEngine, OwnWeights
-from tandem.engines.weight_sync import Digest, digest
+from tandem.engines.weight_sync import Digest, module_digest
 from tandem.errors import EngineError
+from tandem.models.angles import forget_lengths
 from tandem.models.architectures import rows_attention
+from tandem.models.small_copy import angle_limits
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
 
 
 class HFEngine(ModuleEngine):
     """A `RolloutEngine` in this process that calls transformers' `generate`.
+
+    If the model's rotary angles change with the length of a sequence, each sequence runs alone and without a
+    cache. transformers would otherwise take the angles of the longest sequence of the batch, and keep keys
+    with other angles.
 
     Args:
         device: The device of the model.
@@ -89,7 +95,7 @@ class HFEngine(ModuleEngine):
         source = self._take_source(source)
         check_fits_model(list(self._waiting), source.module.config)
         self._source, self._version = source, version
-        return digest(source.module.named_parameters())
+        return module_digest(source.module)
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         check_idle(len(self._waiting))
@@ -107,14 +113,20 @@ class HFEngine(ModuleEngine):
         self._counters.line(len(batch), len(self._waiting), 0.0)
         return finished
 
+    @property
+    def _angles_change(self) -> bool:
+        config: Any = None if self._source is None else self._source.module.config
+        return config is not None and any(
+            limit < self._max_length for limit in angle_limits(config.get_text_config())
+        )
+
     def _next_batch(self) -> list[Request]:
         batch: list[Request] = []
         longest = 0
         for request in self._waiting:
             longest = max(longest, len(request.prompt_ids))
-            if batch and (
-                len(batch) == self._max_num_seqs or longest * (len(batch) + 1) > self._max_num_batched_tokens
-            ):
+            full = len(batch) == self._max_num_seqs or self._angles_change
+            if batch and (full or longest * (len(batch) + 1) > self._max_num_batched_tokens):
                 break
             batch.append(request)
         return batch
@@ -131,6 +143,7 @@ class HFEngine(ModuleEngine):
         rows.add(batch)
         writer = _Writer(rows, self._version, self._decode)
         module: Any = self._source.module
+        forget_lengths(module)
         with (
             torch.no_grad(),
             borrowed(module, rows_attention(module, module.config)),
@@ -141,6 +154,7 @@ class HFEngine(ModuleEngine):
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=False,
+                use_cache=not self._angles_change,
                 synced_gpus=False,  # the weights are unsharded here, and other ranks have other prompts
                 max_new_tokens=int(writer.rows.max_tokens.max()),
                 pad_token_id=0,

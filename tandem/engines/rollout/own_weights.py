@@ -7,7 +7,6 @@ is for trainers whose module is split over ranks, has adapters, or is in another
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.errors import EngineError
 from tandem.models.linear import speed_up_linears
-from tandem.models.loading import load_config, load_policy
-from tandem.models.weight_files import persistent_buffers, read_weights
+from tandem.models.loading import load_config
+from tandem.models.weight_files import persistent_buffers
 from tandem.protocol import Request
 
 _SHOWN = 3  # names in a message
@@ -35,8 +34,7 @@ class OwnWeights:
     The weights occupy no memory before the first stream, nor between `free` and the next stream.
 
     Args:
-        model_path: The model folder. Only constants, which training does not change, are read from its
-            weights.
+        model_path: The model folder. Only its config is read.
         device: The device of the weights.
         trust_remote_code: Whether to run the model class that the folder contains.
     """
@@ -50,6 +48,7 @@ class OwnWeights:
         self._module: nn.Module | None = None
         self._names: dict[str, list[str]] = {}  # first name → all names of a parameter (several if tied)
         self._held: dict[str, nn.Parameter] = {}  # parameters that have memory, or had memory before `free`
+        self._constants: dict[str, Tensor] = {}  # persistent buffers
 
     def load(self, source: WeightStream) -> SharedModule:
         """Load all weights of a stream. Each weight keeps the dtype of its tensor in the stream.
@@ -57,31 +56,32 @@ class OwnWeights:
         The weights that were loaded before are lost, even if the stream fails.
 
         Args:
-            source: Each parameter of the model once, by its Hugging Face name. A tied parameter has its first
-                name.
+            source: Each parameter and persistent buffer of the model once, by its Hugging Face name. A tied
+                parameter has its first name.
 
         Returns:
             The model with the new weights.
 
         Raises:
             EngineError: A weight is missing, arrives twice, has another shape or does not belong to the
-                model. Or the model has buffers that its folder does not determine.
+                model. Or the model has buffers that its config does not determine.
         """
         loaded: set[str] = set()
         for name, tensor in source.tensors:
             module = self._build(tensor.dtype)
             self._check(module, name, tensor, loaded)
+            constant = self._constants.get(name)
             with torch.no_grad():
-                self._memory_of(module, name, tensor.dtype).copy_(tensor)
+                (self._memory_of(module, name, tensor.dtype) if constant is None else constant).copy_(tensor)
             loaded.add(name)
-        missing = [name for name in self._names if name not in loaded]
+        missing = [name for name in (*self._names, *self._constants) if name not in loaded]
         if missing or self._module is None:
             raise EngineError(
                 "the weight stream ended too early",
                 field=missing[0] if missing else None,
                 got=f"{len(loaded)} weights",
-                expected=f"{len(self._names) or 'some'} weights" + _some_of(missing),
-                remedy="send all parameters of the model",
+                expected=f"{len(self._names) + len(self._constants) or 'some'} weights" + _some_of(missing),
+                remedy="send all parameters and persistent buffers of the model",
             )
         return SharedModule(self._module, release=self.free)
 
@@ -93,8 +93,8 @@ class OwnWeights:
     def _build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model. Build it on the first call.
 
-        The parameters of a new model have no memory yet. The buffers are computed from the config,
-        or are constants of the model's folder.
+        The parameters of a new model have no memory yet. The buffers are computed from the config. Those
+        that a stream brings are persistent.
         """
         if self._module is not None:
             return self._module
@@ -106,19 +106,19 @@ class OwnWeights:
             precision = torch.promote_types(dtype, torch.float32)
             module = make(config, dtype=precision, trust_remote_code=self._trust)
         self._names = _names(module)
-        load = partial(load_policy, self._path, trust_remote_code=self._trust)
-        stored = dict(read_weights(self._path, module, persistent_buffers(module), load))
+        constants = persistent_buffers(module)
         for name, buffer in list(module.named_buffers()):
-            if buffer.is_meta and name not in stored:
+            if buffer.is_meta and name not in constants:
                 raise EngineError(
-                    "the model has a buffer that neither its config nor its folder determines",
+                    "the model has a buffer that its config does not determine",
                     field=name,
                     got=f"{type(module).__name__} in {self._path}",
                     remedy="train with plain FSDP: then the rollout can share the trainer's module",
                 )
             owner, _, leaf = name.rpartition(".")
-            value = stored.get(name, buffer).to(self._device, buffer.dtype)
-            module.get_submodule(owner)._buffers[leaf] = value
+            value = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+            module.get_submodule(owner)._buffers[leaf] = value.to(self._device)
+        self._constants = persistent_buffers(module)
         speed_up_linears(module)
         self._module = module.eval()
         return module
@@ -127,14 +127,15 @@ class OwnWeights:
         model = f"{type(module).__name__} in {self._path}"
         if name in loaded:
             raise EngineError("a weight arrived twice", field=name, expected="each weight once")
-        if name not in self._names:
+        if name not in self._names and name not in self._constants:
             first = next((first for first, names in self._names.items() if name in names), None)
             wrong, expected = "the model has no weight of this name", f"the parameters of {model}"
             if first is not None:
                 wrong, expected = "a tied weight was sent under another name", f"only {first}"
             remedy = "send the parameters of this model, and each tied parameter once"
             raise EngineError(wrong, field=name, expected=expected, remedy=remedy)
-        shape = module.get_parameter(name).shape
+        constant = self._constants.get(name)
+        shape = (module.get_parameter(name) if constant is None else constant).shape
         if tensor.shape != shape:
             raise EngineError(
                 "the shape of a weight is wrong",

@@ -192,11 +192,12 @@ class TrainEngine(Protocol):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face name and the whole tensor of each weight.
 
-        Each tensor is valid only until you request the next one. Tied weights are yielded once. The order is
-        the same on all ranks. Adapters are merged into their base weights.
+        Persistent buffers are weights too. Each tensor is valid only until you request the next one. Tied
+        weights are yielded once. The order is the same on all ranks. Adapters are merged into their base
+        weights.
 
         Args:
-            dtype: dtype of the tensors. None: the dtype of the master weights.
+            dtype: dtype of the tensors; buffers have at least fp32. None: the dtype of the master weights.
             names: yield only these weights. None: all weights.
         """
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tandem.checkpoint.sharded import ShardReader, load_shards
-from tandem.engines.train.shards import gathered, part_checksum
+from tandem.engines.train.shards import copy_checksum, gathered, part_checksum
 from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.lora import adapted_layers, factors, is_adapter, merged, scaling_of
@@ -25,8 +25,8 @@ from tandem.models.tensor_group import joined, local, place
 BASE, SCALING = "base", "lora_scaling"
 """The keys of a checkpoint of a model with adapters.
 
-BASE is a dict from the name of each frozen weight to its checksum in the dtype `BASE_TYPE`. SCALING is
-lora_alpha / lora_rank.
+BASE is a dict from the name of each frozen weight and persistent buffer to its checksum in the dtype
+`BASE_TYPE`. SCALING is lora_alpha / lora_rank.
 """
 BASE_TYPE = torch.bfloat16  # the least precise dtype in which an engine may store the frozen weights
 _SHOWN = 3
@@ -79,19 +79,22 @@ class Adapters:
                 expected="0, or a rollout engine that receives a stream of weights",
             )
 
-    def state(self, named: dict[str, Tensor]) -> dict[str, Any]:
+    def state(self, named: dict[str, Tensor], constants: dict[str, Tensor]) -> dict[str, Any]:
         """Return the checkpoint's entries other than trained parameters. Collective on the first call.
 
         Args:
             named: a dict from name to parameter, with all parameters.
+            constants: a dict from name to persistent buffer.
         """
         if self._base is None:
             learns = trained(named)
             frozen = {name: p.detach() for name, p in named.items() if name not in learns}
-            total = torch.stack([part_checksum(p, BASE_TYPE) for p in frozen.values()])
+            sums = [part_checksum(p, BASE_TYPE) for p in frozen.values()]
+            sums += [copy_checksum(value, BASE_TYPE, self._grid) for value in constants.values()]
+            total = torch.stack(sums)
             for axis in ("shard", "tp"):
                 self._meter.all_reduce(total, group=self._grid.weights[axis].get_group())
-            self._base = dict(zip(frozen, total.cpu().unbind(), strict=True))
+            self._base = dict(zip(frozen | constants, total.cpu().unbind(), strict=True))
         scaling = scaling_of(next(iter(self._layers.values())))
         return {BASE: dict(self._base), SCALING: torch.tensor(scaling, dtype=torch.float64)}
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from tandem.engines.weight_sync import checksum
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.parallel import Grid
 from tandem.models.tensor_group import local, place
 
 
@@ -35,6 +36,15 @@ def part_checksum(value: Tensor, dtype: torch.dtype) -> Tensor:
     if value.dim() == 1:
         return checksum(part, first_row)
     return checksum(part, first_row, first_column=lies[-1].start, columns=value.shape[-1])
+
+
+def copy_checksum(value: Tensor, dtype: torch.dtype, grid: Grid) -> Tensor:
+    """Return this rank's summand of the `checksum` in `dtype` of a tensor that is whole on all ranks.
+
+    Only the first rank of a copy of the model returns a checksum other than 0.
+    """
+    first = not any(grid.weights[axis].get_local_rank() for axis in ("shard", "tp"))
+    return checksum(value.to(dtype)) if first else torch.zeros((), dtype=torch.int64, device=value.device)
 
 
 def gathered(value: Tensor, dtype: torch.dtype, meter: CollectiveMeter) -> Tensor:

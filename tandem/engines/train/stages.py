@@ -11,6 +11,7 @@ from tandem.engines.train.gradients import gradient_norm
 from tandem.models.pipeline import Pipeline
 from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
+from tandem.models.weight_files import persistent_buffers
 
 
 class Stages:
@@ -27,10 +28,12 @@ class Stages:
         pipeline: the pipeline of this rank.
         shapes: a dict from Hugging Face name to the shape of each weight of the whole model. It is the same
             on all ranks.
+        constants: the names of the persistent buffers of the whole model, which `shapes` contains too.
     """
 
     def __init__(self, pipeline: Pipeline, module: PackedModel) -> None:
         self.pipeline, self._module = pipeline, module
+        self.constants = frozenset(map(module.hf_name, persistent_buffers(module)))
         self.shapes, self._owners, self._tied = pipeline.cut(module)
 
     def has(self, name: str) -> bool:

@@ -34,6 +34,7 @@ from tandem.models.lora import is_adapter
 from tandem.models.parallel import Grid
 from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import joined, local, take
+from tandem.models.weight_files import persistent_buffers
 
 
 class TrainState:
@@ -60,7 +61,8 @@ class TrainState:
     ) -> None:
         self.module = module
         self.adapters = Adapters(module, meter, grid)
-        self._meter, self._stages = meter, stages
+        self._meter, self._stages, self._grid = meter, stages, grid
+        self._constants = frozenset(self._buffers()) if stages is None else stages.constants
         self._writers: dist.ProcessGroup | None = None
         self._host_optimizer = optim is not None and optim.optimizer == "adamw_cpu"
         self._optim = optim
@@ -155,7 +157,7 @@ class TrainState:
                 adapters.
         """
         self.adapters.check_whole()
-        mine, left = self._base_weights(), self.shapes()
+        mine, left = self._base_weights() | self._buffers(), self.shapes()
         for name, value in stream:
             shape = left.pop(name, None)
             if shape is None or shape != value.shape:
@@ -177,26 +179,29 @@ class TrainState:
             )
 
     def checksums(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a dict from Hugging Face name to the `checksum` of this rank's shard in `dtype`.
+        """Return a dict from Hugging Face name to this rank's summand of the `checksum` in `dtype`.
 
         The checksums of the ranks of one copy of the model add up to the checksum of the whole weight.
         Collective if the model has adapters.
         """
         mine = self._base_weights().items()
         sums = {name: shards.part_checksum(self.adapters.merged(value), dtype) for name, value in mine}
+        for name, value in self._buffers().items():
+            sums[name] = shards.copy_checksum(value, dtype, self._grid)
         return sums if self._stages is None else self._stages.completed(sums)
 
     def weights(self, dtype: torch.dtype, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
         """Yield name and whole tensor of each weight; see `TrainEngine.weights`."""
-        mine, stages = self._base_weights(), self._stages
+        mine, stages = self._base_weights() | self._buffers(), self._stages
         device = local(next(iter(mine.values()))).device
+        wide = torch.promote_types(dtype, torch.float32)
         for name in self.shapes():
             if names is None or name in names:
-                value = None
+                value, given = None, wide if name in self._constants else dtype
                 if stages is None or stages.has(name):
-                    value = shards.gathered(self.adapters.merged(mine[name]), dtype, self._meter)
+                    value = shards.gathered(self.adapters.merged(mine[name]), given, self._meter)
                 if stages is not None:
-                    value = stages.sent(name, value, dtype, device)
+                    value = stages.sent(name, value, given, device)
                 assert value is not None
                 yield name, value
 
@@ -208,18 +213,18 @@ class TrainState:
         return with_bias(whole[names[head.weight]], None if head.bias is None else whole[names[head.bias]])
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return a dict from Hugging Face name to shape, for all weights of the model except adapters.
+        """Return a dict from Hugging Face name to shape, for all weights and constants, except adapters.
 
         It includes the weights of other pipeline stages.
         """
         if self._stages is not None:
             return dict(self._stages.shapes)
-        return {name: parameter.shape for name, parameter in self._base_weights().items()}
+        return {name: value.shape for name, value in (self._base_weights() | self._buffers()).items()}
 
     def counts(self) -> dict[str, int]:
         """Return the counts `parameters` (of the whole model, with adapters) and `trainable_parameters`."""
         mine = self.named().items()
-        whole = sum(shape.numel() for shape in self.shapes().values())
+        whole = sum(shape.numel() for name, shape in self.shapes().items() if name not in self._constants)
         whole += sum(p.numel() for name, p in mine if is_adapter(name))
         if self.adapters:
             learns = sum(p.numel() for _, p in mine if p.requires_grad)
@@ -230,6 +235,10 @@ class TrainState:
     def _base_weights(self) -> dict[str, Tensor]:
         """Return the parameters in `named` except the adapters."""
         return {name: p for name, p in self.named().items() if not is_adapter(name)}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return a dict from Hugging Face name to persistent buffer, for this rank's pipeline stage."""
+        return {self.module.hf_name(name): value for name, value in persistent_buffers(self.module).items()}
 
     def named(self) -> dict[str, Tensor]:
         """Return a dict from Hugging Face name to parameter, for this rank's pipeline stage.
@@ -244,10 +253,12 @@ class TrainState:
         The tensors have Hugging Face names. For a model with adapters, the checkpoint contains only the
         trained parameters, and checksums that identify the base model.
         """
-        named = self.named()
-        state: dict[str, Any] = self.adapters.state(named) if self.adapters else {}
+        named, constants = self.named(), self._buffers()
+        state: dict[str, Any] = self.adapters.state(named, constants) if self.adapters else {}
         named = trained(named) if self.adapters else named
         state["model"] = {name: p.detach() for name, p in named.items()}
+        if not self.adapters:
+            state["model"] |= constants
         if self.optimizers:
             state["optimizer"] = {name: self._slots[p] for name, p in named.items()}
         state["version"] = torch.tensor(version)

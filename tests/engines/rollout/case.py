@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStream
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.paged import StepInput
+from tandem.models.weight_files import stored_tensors
 from tandem.protocol import Request, Sample, SamplingParams
 
 CPU = torch.device("cpu")
@@ -66,8 +67,8 @@ def stream(model: nn.Module, change: Change = lambda _, tensor: tensor) -> Weigh
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in model.named_parameters():
-            tensor = change(name, parameter.detach().clone())
+        for name, value in stored_tensors(model).items():
+            tensor = change(name, value.detach().clone())
             if tensor is not None:
                 tensor = tensor.clone()
                 yield name, tensor
@@ -94,6 +95,7 @@ def step_of(
     return StepInput(
         ids_T=torch.zeros(total, dtype=torch.int64, device=device) if ids is None else ids.to(device),
         positions_T=torch.cat(places),
+        levels_T=torch.zeros(total, dtype=torch.int64, device=device),
         starts_S1=torch.tensor([0, *counts], device=device).cumsum(0).int(),
         lengths_S=torch.tensor(lengths, dtype=torch.int32, device=device),
         logits_L=torch.arange(total, device=device),

@@ -24,18 +24,25 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implement
 _ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 _CHUNKS = {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "pad_token_id": 0}
 _CHUNKS |= {"layer_types": ["chunked_attention", "full_attention"]}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+_LONG |= {"short_factor": [1.0, 1.2, 1.1, 1.0], "long_factor": [1.5, 3.0, 5.0, 8.0]}
+_DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
+_DYNAMIC |= {"max_position_embeddings": 16}
+_LONGROPE = {"original_max_position_embeddings": 16, "pad_token_id": 0, "rope_parameters": _LONG}
 _WIDE, _WINDOW = {"head_dim": 16}, {"head_dim": 16, "sliding_window": 6}
 _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, {"tie_word_embeddings": True}),
     "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, _WIDE),
     "qwen3_window": (hf.Qwen3ForCausalLM, hf.Qwen3Config, _WINDOW | _TYPES | {"use_sliding_window": True}),
     "llama3_rope": (hf.LlamaForCausalLM, hf.LlamaConfig, _BIASES | {"rope_parameters": _ROPE}),
+    "llama_dynamic": (hf.LlamaForCausalLM, hf.LlamaConfig, _DYNAMIC),
     "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": None}),
     "mistral_window": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 8}),
     "gemma": (hf.GemmaForCausalLM, hf.GemmaConfig, _WIDE),
     "gemma2": (hf.Gemma2ForCausalLM, hf.Gemma2Config, _WINDOW | _CAPS),
     "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, _WINDOW | _TYPES),
     "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, _WINDOW | _TYPES | _EXPERTS | _ROTARY),
+    "phi3_longrope": (hf.Phi3ForCausalLM, hf.Phi3Config, _LONGROPE),
     "llama4": (hf.Llama4ForCausalLM, hf.Llama4TextConfig, _WIDE | _CHUNKS | _EXPERTS),
 }
 
@@ -47,7 +54,7 @@ def tiny() -> Callable[..., hf.PreTrainedModel]:
     def build(name: str = "qwen2", dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
         torch.manual_seed(11)
         kind, config, options = _MODELS[name]
-        model = kind(config(**_SHAPE, **options))
+        model = kind(config(**_SHAPE | options))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:

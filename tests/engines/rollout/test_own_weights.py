@@ -1,14 +1,16 @@
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, WeightStream, generate
 from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
+from tandem.models.weight_files import persistent_buffers
 from tests.engines.rollout.case import CPU, native, request, stream, tokens
+from tests.support.families import make_family
 from tests.support.refusing import refused
 
 NAMES = ("native-fused", "native-module", "hf")
@@ -157,15 +159,14 @@ def test_without_a_model_of_its_own_a_stream_is_refused_and_the_weights_stay(nam
     assert set(sample.versions) == {0}
 
 
-def test_constants_of_the_folder_are_read(tmp_path):
-    """The experts' biases of DeepSeek-V3 are not parameters, and no trainer sends them."""
-    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
-    heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1}
-    layers = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    config = DeepseekV3Config(**sizes, **heads, **layers, n_routed_experts=4, num_experts_per_tok=2)
-    model = DeepseekV3ForCausalLM(config)
-    bias = model.model.layers[0].mlp.gate.e_score_correction_bias.normal_()
-    model.save_pretrained(tmp_path)
-    module = OwnWeights(tmp_path, CPU).load(stream(model)).module
-    assert torch.equal(module.get_buffer("model.layers.0.mlp.gate.e_score_correction_bias"), bias)
+def test_constants_come_with_the_stream(tmp_path):
+    """The experts' biases of GLM-4 are not parameters."""
+    folder = make_family(tmp_path, "glm4_moe")
+    model, own = AutoModelForCausalLM.from_pretrained(folder), OwnWeights(folder, CPU)
+    constants = persistent_buffers(model)
+    for constant in constants.values():
+        constant.add_(1.0)
+    found = persistent_buffers(own.load(stream(model)).module)
+    assert found and all(torch.equal(found[name], value) for name, value in constants.items())
+    parameters = WeightStream(iter(model.named_parameters()))
+    assert refused(EngineError, lambda: own.load(parameters), "too early").field == next(iter(constants))

@@ -36,7 +36,7 @@ from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.steps import Steps
 from tandem.engines.rollout.native.store import Store
 from tandem.engines.rollout.own_weights import ModuleEngine, OwnWeights
-from tandem.engines.weight_sync import Digest, digest
+from tandem.engines.weight_sync import Digest, digest, module_digest
 from tandem.errors import EngineError
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
@@ -162,9 +162,10 @@ class NativeEngine(ModuleEngine):
         self._steps.use(runner)
         self._source, self._version, self._store.room.weights = source, version, runner.weight_bytes
         self._store.room.groups = groups_of(runner.layers)
+        self._scheduler.angle_limits = runner.angle_limits
         self._scheduler.forget()
         copied = None if self._store.room.split.size > 1 else runner.copied(source.module)
-        found = digest(source.module.named_parameters() if copied is None else copied)
+        found = module_digest(source.module) if copied is None else digest(copied)
         if runner.copies and source.release is not None:
             source.release()
         return found

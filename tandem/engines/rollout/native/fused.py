@@ -104,6 +104,8 @@ class FusedRunner:
         ConfigError: The model's layers cannot be split as `split` requires.
     """
 
+    angle_limits: tuple[int, ...] = ()
+
     def __init__(
         self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE, *, copies: bool = False
     ) -> None:

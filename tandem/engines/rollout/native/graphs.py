@@ -53,7 +53,7 @@ class CudaCapture:
         return graph.replay
 
 
-_BY_ROW = ("ids_T", "positions_T", "lengths_S", "logits_L")
+_FILLED = ("ids_T", "positions_T", "levels_T", "lengths_S")
 
 
 def _buffers(rows: int, max_blocks: int, groups: int, device: torch.device, max_length: int) -> StepInput:
@@ -62,6 +62,7 @@ def _buffers(rows: int, max_blocks: int, groups: int, device: torch.device, max_
     return StepInput(
         ids_T=torch.zeros_like(index[1:]),
         positions_T=torch.zeros_like(index[1:]),
+        levels_T=torch.zeros_like(index[1:]),
         starts_S1=index.int(),
         lengths_S=torch.ones_like(index[1:], dtype=torch.int32),
         logits_L=index[:-1],
@@ -151,11 +152,11 @@ class GraphedRunner:
     def _fill(self, step: StepInput, size: int) -> None:
         """Copy the step into the first rows of the buffers, and fill the padding rows.
 
-        The padding rows keep the ids, positions and tables of an earlier step, because these values do not
-        matter.
+        The padding rows keep the ids, positions, levels and tables of an earlier step, because these values
+        do not matter.
         """
         held, rows = self._buffers, len(step.ids_T)
-        for name in ("ids_T", "positions_T", "lengths_S"):
+        for name in _FILLED:
             getattr(held, name)[:rows].copy_(getattr(step, name))
         for slots_T, given_T in zip(held.slots_GT, step.slots_GT, strict=True):
             slots_T[:rows].copy_(given_T)
@@ -190,7 +191,7 @@ class GraphedRunner:
 
     def _work(self, size: int) -> Work:
         held = self._buffers
-        parts: dict[str, Any] = {name: getattr(held, name)[:size] for name in _BY_ROW}
+        parts: dict[str, Any] = {name: getattr(held, name)[:size] for name in (*_FILLED, "logits_L")}
         for name in ("slots_GT", "tables_GSB"):
             parts[name] = tuple(each[:size] for each in getattr(held, name))
         step = replace(held, starts_S1=held.starts_S1[: size + 1], **parts)

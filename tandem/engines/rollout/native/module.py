@@ -20,13 +20,13 @@ from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
+from tandem.models.angles import AngleTables
 from tandem.models.attention import by_position
 from tandem.models.masks import Mask, attending, register_attention
 
 _ATTENTION = "tandem_rollout"
 _UNSUPPORTED = ("position_bias",)
 _REMEDY = "use rollout.name=hf for this model"
-_ROPE_BY_LENGTH = ("dynamic", "longrope")  # their angles depend on the longest sequence of the batch
 _Call = Callable[..., Tensor]
 """Computes attention from (layer, query (T, N, D), keys (T, H, D), values, sight)."""
 
@@ -47,7 +47,7 @@ class ModuleRunner:
 
     Raises:
         EngineError: A layer's attention does not use the interface, or needs more than plain keys and values.
-            Or the rotary angles depend on the lengths of other sequences.
+            Or the rotary angles change with each further token.
     """
 
     copies = False
@@ -74,7 +74,9 @@ class ModuleRunner:
 
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            self._forward(zero, zero, zero, record_shape)
+            self._angles = AngleTables(module, max_length, embedding)
+            self._forward(zero, zero, zero, zero, record_shape)
+        self.angle_limits = self._angles.limits
         layers = range(config.num_hidden_layers)
         if sorted(layer for layer, _ in found) != list(layers):
             raise _refusal(
@@ -94,7 +96,9 @@ class ModuleRunner:
 
     def reads(self) -> Sequence[Tensor]:
         """Return the tensors that a forward reads (see `Runner`)."""
-        return [*self._module.parameters(), *self._module.buffers()]
+        others = (part for part in self._module.modules() if part not in self._angles.modules)
+        buffers = (buffer for part in others for buffer in part.buffers(recurse=False))
+        return [*self._module.parameters(), *buffers, *self._angles.tables]
 
     def copied(self, module: nn.Module) -> Iterator[tuple[str, Tensor]] | None:
         """Return None, because this runner has no copies of weights (see `Runner`)."""
@@ -107,10 +111,13 @@ class ModuleRunner:
             attention.write(layer, step, keys_THD, values_THD)
             return attention.attend(layer, step, query_TND, sight)
 
-        return self._forward(step.ids_T, step.positions_T, step.logits_L, paged)
+        return self._forward(step.ids_T, step.positions_T, step.levels_T, step.logits_L, paged)
 
-    def _forward(self, ids_T: Tensor, positions_T: Tensor, logits_L: Tensor, call: _Call) -> Tensor:
-        with borrowed(self._module, _ATTENTION), attending(_Tokens(positions_T, call)):
+    def _forward(
+        self, ids_T: Tensor, positions_T: Tensor, levels_T: Tensor, logits_L: Tensor, call: _Call
+    ) -> Tensor:
+        angles, tokens = self._angles.used(levels_T), _Tokens(positions_T, call)
+        with borrowed(self._module, _ATTENTION), attending(tokens), angles:
             out = self._module(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
@@ -154,17 +161,14 @@ def _attention(
 def _check(config: Any, max_length: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer = [part for part in rope.values() if isinstance(part, dict)]
-    limits = {
-        f"rope type {part['rope_type']}": part.get("original_max_position_embeddings")
-        or config.max_position_embeddings
-        for part in by_layer or [rope]
-        if part.get("rope_type") in _ROPE_BY_LENGTH
-    }
-    for name, limit in limits.items():
+    for part in by_layer or [rope]:
+        if part.get("rope_type") != "dynamic":
+            continue
+        limit = part.get("original_max_position_embeddings") or config.max_position_embeddings
         if max_length > limit:
             raise _refusal(
-                "the model's rotary angles change with the longest sequence of a batch",
-                got=f"{name} and sequences of up to {max_length} tokens",
+                "beyond their limit, the model's rotary angles change with each further token",
+                got=f"rope type dynamic and sequences of up to {max_length} tokens",
                 expected=f"at most {limit} tokens",
                 remedy=f"{_REMEDY}, or use shorter sequences",
             )

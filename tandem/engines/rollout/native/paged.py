@@ -88,6 +88,7 @@ class StepInput:
     Attributes:
         ids_T: int64, the token ids.
         positions_T: int64, each token's position in its sequence.
+        levels_T: int64, the level of each token's sequence (see `AngleTables`).
         starts_S1: int32 (S+1), the index of each sequence's first token among the T tokens. The last entry is
             T.
         lengths_S: int32, the number of each sequence's tokens in the cache after this step's tokens are
@@ -103,6 +104,7 @@ class StepInput:
 
     ids_T: Tensor
     positions_T: Tensor
+    levels_T: Tensor
     starts_S1: Tensor
     lengths_S: Tensor
     logits_L: Tensor

@@ -26,6 +26,7 @@ class Plan:
             that their sequence generated.
         first: For each row, the number of tokens that are already in the cache.
         counts: For each row, the number of tokens that this step computes.
+        levels: For each row, the level of its sequence's rotary angles (see `AngleTables`).
         decoding: The number of rows that decode.
         sampled: The rows that get a new token.
         source: For each row of `sampled`, the index in `rows` whose last token gives its logits.
@@ -35,6 +36,7 @@ class Plan:
     rows: Index
     first: Index
     counts: Index
+    levels: Index
     decoding: int
     sampled: Index
     source: Index
@@ -51,7 +53,7 @@ class Plan:
         first = self.decoding
         if not 0 < first < len(self.rows) or self.counts.max() == 1:
             return (self,)
-        names = ("rows", "first", "counts", "sampled", "source")
+        names = ("rows", "first", "counts", "levels", "sampled", "source")
         decoding, prompts = (
             replace(self, copies=[], **{name: getattr(self, name)[part] for name in names})
             for part in (slice(first), slice(first, None))
@@ -101,7 +103,7 @@ def step_input(
     slots_GT = [table[owners_T, block_T].astype(np.int64) * block_size + offset_T for table in tables_GSB]
     logits_L = starts_S1[1:][wanted].astype(np.int64) - 1
     shared = [logits_of] if len(logits_of) != len(wanted) else []
-    flat = (ids_T, positions_T, starts_S1, lengths_S.astype(np.int32), logits_L)
+    flat = (ids_T, positions_T, plan.levels[owners_T], starts_S1, lengths_S.astype(np.int32), logits_L)
     arrays = (*flat, *slots_GT, *tables_GSB, *shared, *beside)
     sent = iter(to_device([torch.from_numpy(array) for array in arrays], device))
     parts = {name: next(sent) for name in StepInput.__slots__[: len(flat)]}

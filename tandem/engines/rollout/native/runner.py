@@ -28,6 +28,8 @@ class Runner(Protocol):
         device: The device of the weights and of the KV cache.
         weight_bytes: The bytes of this rank's shard of the weights.
         copies: Whether the weights are the runner's own copies, so that the module's weights can be freed.
+        angle_limits: The lengths, in tokens, above which a sequence has other rotary angles. Its keys must
+            then be computed again (see `AngleTables`).
     """
 
     layers: tuple[LayerShape, ...]
@@ -35,6 +37,7 @@ class Runner(Protocol):
     device: device
     weight_bytes: int
     copies: bool
+    angle_limits: tuple[int, ...]
 
     def renew(self, module: nn.Module) -> bool:
         """Switch to the module's current weights if they belong to the same model.

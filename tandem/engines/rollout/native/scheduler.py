@@ -6,6 +6,10 @@ first. If no block is free for a new token, the youngest sequence loses its bloc
 sequence keeps its tokens. It is computed again, as a longer prompt, before any younger sequence starts. The
 order of all work depends only on the order of submission, never on a clock.
 
+With some models, all rotary angles of a sequence change when it grows beyond a limit. Then the sequence loses
+its blocks too, and is computed again with the new angles. Blocks are shared only by sequences whose angles
+are the same.
+
 Samples of one prompt share the prompt's blocks. The first sample computes the prompt. When the prompt is
 complete, the other samples fork from the first. Each fork gets a copy of the last block if that block is not
 full.
@@ -76,6 +80,7 @@ class Scheduler:
         computed: For each row, the number of tokens whose keys and values are in the cache, or are computed
             by a launched step.
         length: For each row, the number of its tokens, including sampled tokens that are not accepted yet.
+        angle_limits: The limits of the model's rotary angles (see `Runner`).
     """
 
     rows: Rows
@@ -92,6 +97,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.computed = column(np.int64)
         self.length = column(np.int64)
+        self.angle_limits: tuple[int, ...] = ()
+        self._level = column(np.int64)  # of the angles of the cached keys (see `AngleTables`)
         self._prompt_length = column(np.int64)
         self._arrival = column(np.int64)
         self._prompt = column(object, None)  # the prompt as bytes, to compare prompts
@@ -172,11 +179,12 @@ class Scheduler:
         """
         known: list[bytes] | None = self._digests[row]
         if self.caching and known is not None:
-            self._extend(known, self.content(row)[:computed])
+            self._extend(row, self.content(row)[:computed])
             self.blocks.remember(row, known[: computed // self.block_size])
 
-    def _extend(self, known: list[bytes], ids: Index) -> None:
-        chain(self._root.to_bytes(8), known, ids, self.block_size)
+    def _extend(self, row: int, ids: Index) -> None:
+        root = self._root.to_bytes(8) + bytes([self._level[row]])
+        chain(root, self._digests[row], ids, self.block_size)
 
     def content(self, row: int) -> Index:
         """Return the row's prompt and accepted tokens."""
@@ -191,12 +199,13 @@ class Scheduler:
         The sampled tokens of the last step may still be in flight. All tokens of earlier steps must have been
         accepted.
         """
+        self._release_outgrown()
         self.blocks.release_behind(self.computed[: self.rows.count])
         preempted = self.counters.preemptions
         decode = self._decode()
-        count, first = len(decode), decode.tolist()
+        count = len(decode)
         budget = max(0, self.max_num_batched_tokens - count)
-        draft = _Draft(budget, count, first, [1] * count, list(first), list(range(count)))
+        draft = _Draft(budget, count, decode.tolist(), [1] * count, decode.tolist(), list(range(count)))
         rows = slice(0, self.rows.count)
         begun = (self.blocks.held[rows] > 0) & (self.computed[rows] < self.length[rows])
         begun &= self.length[rows] - self._prompt_length[rows] < self.rows.max_tokens[rows]
@@ -210,10 +219,18 @@ class Scheduler:
             return None
         lists = (draft.rows, draft.counts, draft.sampled, draft.source)
         chosen, counts, sampled, source = (np.array(part, dtype=np.int64) for part in lists)
-        plan = Plan(chosen, self.computed[chosen], counts, count, sampled, source, draft.copies)
+        first, levels = self.computed[chosen], self._level[chosen]
+        plan = Plan(chosen, first, counts, levels, count, sampled, source, draft.copies)
         self.computed[chosen] += counts
         self.length[sampled] += 1
         return plan
+
+    def _release_outgrown(self) -> None:
+        """Release the rows whose length has passed a limit of the angles since they were started."""
+        rows = slice(0, self.rows.count)
+        outgrown = np.searchsorted(self.angle_limits, self.length[rows]) > self._level[rows]
+        for row in np.flatnonzero(outgrown & (self.blocks.held[rows] > 0)).tolist():
+            self._release(row)
 
     def _decode(self) -> Index:
         """Return the rows whose last generated token is to be computed, and give them blocks for it."""
@@ -276,8 +293,13 @@ class Scheduler:
             self._digests[row] = []
 
     def _start(self, draft: _Draft) -> None:
-        """Start the rows that have no blocks, oldest first, until there are too few free blocks for a row."""
+        """Start the rows that have no blocks, oldest first, until a row cannot start.
+
+        A row can start if there are enough free blocks and its sampled tokens are accepted.
+        """
         for row in self._by_arrival(self.blocks.held[: self.rows.count] == 0):
+            if self.length[row] > self._prompt_length[row] + self.rows.produced[row]:
+                return
             if self.rows.produced[row] or self._prompt[row] not in draft.leaders:
                 started = self._begin(row, draft)
             else:
@@ -292,8 +314,9 @@ class Scheduler:
         The last token is always computed, even if it is cached, because its logits are needed.
         """
         length, known = int(self.length[row]), self._digests[row]
+        self._level[row] = np.searchsorted(self.angle_limits, length)
         if self.caching:
-            self._extend(known, self.content(row))
+            self._extend(row, self.content(row))
         found = self.blocks.find(known[: (length - 1) // self.block_size])
         reused = found.length * self.block_size
         alone = len(draft.rows) == draft.decoding
@@ -313,7 +336,7 @@ class Scheduler:
         if not self._spare(row, len(self.blocks.tables) if length % self.block_size else 0):
             return False
         draft.copies += self.blocks.fork(row, draft.rows[leader], length)
-        self.computed[row] = length
+        self.computed[row], self._level[row] = length, self._level[draft.rows[leader]]
         self._digests[row] = list(self._digests[draft.rows[leader]])
         draft.sampled.append(row)
         draft.source.append(leader)

@@ -20,6 +20,8 @@ JOINED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """The weights that SGLang joins, from the name of the joined weight to the names of its parts in order."""
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+"""SGLang's names of the weights of all experts of a layer."""
 
 Reported = Sequence[Mapping[str, str]]
 """For each rank of a server, the checksum of each weight by the server's name."""
@@ -68,6 +70,9 @@ class ExpectedChecksums:
         path, _, leaf = name.rpartition(".")
         parent, _, own = path.rpartition(".")
         held = tensor.detach().to(self._dtype)
+        if own == "experts" and leaf in EXPERTS:
+            self._close(f"{path}.{EXPERTS[leaf]}", {leaf: held}, bias=False)
+            return
         if own not in _PART_OF:
             self._close(name, {own: held}, bias=leaf == "bias")
             return
@@ -90,6 +95,10 @@ class ExpectedChecksums:
             tensor = self._padded(tensor)
         if self._ranks == 1:
             return tensor
+        if part == "gate_up_proj":
+            return torch.cat([half.chunk(self._ranks, 1)[rank] for half in tensor.chunk(2, 1)], 1)
+        if part == "down_proj" and tensor.dim() > 2:
+            return tensor.chunk(self._ranks, 2)[rank]
         if part in _KEYS and self._keys < self._ranks:
             return tensor.chunk(self._keys)[rank // (self._ranks // self._keys)]
         if part in _BY_ROWS:

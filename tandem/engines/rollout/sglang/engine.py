@@ -38,8 +38,9 @@ from tandem.engines.rollout.http.process import ServerProcess
 from tandem.engines.rollout.http.shards import WeightsFolder
 from tandem.engines.rollout.sglang.checksums import ExpectedChecksums
 from tandem.engines.rollout.sglang.workers import SGLangWorkers, SharedMemoryChannel
-from tandem.engines.weight_sync import Digest, WeightSyncError, digest
+from tandem.engines.weight_sync import Digest, WeightSyncError, checksum
 from tandem.errors import EngineError
+from tandem.models.stored_layout import StoredLayout
 from tandem.protocol import Request
 
 _OTHER_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -80,7 +81,7 @@ class SGLangEngine(HTTPEngine):
         **options: Any,
     ) -> None:
         super().__init__(server, log=log, process=process, **options)
-        self._config = config.get_text_config()
+        self._config, self._stored = config.get_text_config(), StoredLayout.of(config)
         self._decode = decode
         self._weights = weights
         self._log = log
@@ -213,27 +214,35 @@ class SGLangEngine(HTTPEngine):
             self._config, ranks=self._ranks, on_gpus=self._on_gpus, dtype=self._dtype
         )
 
+        sums: dict[str, Tensor] = {}
+        dtypes: list[torch.dtype] = []
+
         def observed() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in stream.tensors:
                 expected.add(name, tensor)
+                dtypes.append(tensor.dtype)
+                sums[name] = checksum(tensor.to(dtypes[0]))  # as in the trainer's digest
                 yield name, tensor
+
+        stored = self._stored.converted(observed())
 
         self.call("POST", "/pause_generation", json={"mode": "retract"})
         try:
             if isinstance(self._weights, WeightsFolder):
-                with self._weights.written(observed(), version) as (folder, sent):
+                with self._weights.written(stored, version) as (folder, _):
                     how = {"load_format": "auto", "flush_cache": True}
                     self._change("/update_weights_from_disk", model_path=str(folder), **how)
                     self._compare(expected, version)  # only now has every rank read the files
             else:
                 with self._update_session(), self._opened() as bucket:
-                    sent = digest(send(observed(), bucket, self._bucket_bytes))
+                    for _ in send(stored, bucket, self._bucket_bytes):
+                        pass
                 self._compare(expected, version)
             self._change("/update_weight_version", new_version=str(version), abort_all_requests=False)
             self.version, self.has_weights = version, True
         finally:
             self.call("POST", "/continue_generation", json={})
-        return sent
+        return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))
 
     def _change(self, path: str, **body: Any) -> None:
         self._begin_post(path, body).result()

@@ -44,10 +44,11 @@ from tandem.engines.rollout.vllm.process import (
     sampling,
 )
 from tandem.engines.rollout.vllm.ranks import check_same_tokens, rank_arguments
-from tandem.engines.rollout.vllm.shards import held_weights, weights_digest
-from tandem.engines.rollout.vllm.worker import load_weights
+from tandem.engines.rollout.vllm.shards import held_weights
+from tandem.engines.rollout.vllm.worker import finish_loading, load_weights
 from tandem.engines.weight_sync import Digest
 from tandem.errors import EngineError
+from tandem.models.stored_layout import StoredLayout
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
 
@@ -105,6 +106,7 @@ class VLLMEngine:
             async_scheduling=False,  # otherwise a running step would get the version of the next weights
         )
         self._owns_group = not dist.is_initialized()
+        self._stored = StoredLayout.of(made.config)
         with process_state_kept():
             self._engine = _make_engine(arguments, self._load)
         self._model = self._engine.collective_rpc("get_model")[0]
@@ -241,11 +243,11 @@ class VLLMEngine:
                 missing.discard(name)
                 yield name, tensor
 
-        load_weights(self._model, tracked())
+        load_weights(self._model, self._stored.converted(tracked()))
         check_whole(missing)
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._version = version
-        return weights_digest(self._model)
+        return finish_loading(self._model)
 
     def sleep(self, tags: Collection[SleepTag] = SLEEP_TAGS) -> None:
         """Drop the weights, the cache, or both.

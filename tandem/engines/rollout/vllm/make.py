@@ -17,7 +17,7 @@ from tandem.engines.rollout.http.channel import Network
 from tandem.engines.rollout.http.connection import Server
 from tandem.engines.rollout.http.make import on_servers
 from tandem.engines.rollout.http.process import server_log
-from tandem.engines.rollout.vllm.process import check_installed, serve
+from tandem.engines.rollout.vllm.process import check_installed, check_runs, serve
 from tandem.engines.rollout.vllm.server import VLLMServerEngine
 from tandem.errors import ConfigError
 
@@ -73,7 +73,7 @@ def make_vllm_engine(
         tensor_parallel_size: The number of ranks that split the layers of an engine in this process.
 
     Raises:
-        ConfigError: vLLM is not installed or does not support the config. See also `on_servers`.
+        ConfigError: vLLM is not installed or does not support the model or the config. See also `on_servers`.
         EngineError: vLLM cannot run the model.
     """
     _require_precision(dtype)
@@ -88,6 +88,7 @@ def make_vllm_engine(
         _require_processed(rollout.logprobs_mode)
     check_installed()
     config = AutoConfig.from_pretrained(model_path)
+    check_runs(config, device)
     options: dict[str, Any] = {
         "device": device,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,

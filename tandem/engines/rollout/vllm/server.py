@@ -11,6 +11,7 @@ VLLM_SERVER_DEV_MODE=1 and these options, which `process.serve` also passes:
     --generation-config FOLDER    a folder whose generation_config.json is {}
     --load-format dummy           if weights are sent before the first request
     --enforce-eager --no-enable-chunked-prefill      on a CPU
+    --moe-backend triton          on GPUs, if the model has experts
 
 vLLM's weight transfers (`nccl` between machines, `ipc` between processes on one GPU) are not used. The sender
 of these transfers is part of vLLM, and this process may run without vLLM.
@@ -18,11 +19,12 @@ of these transfers is part of vLLM, and this process may run without vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from tandem.engines.rollout.base import SLEEP_TAGS, SleepTag, WeightStream
@@ -36,6 +38,7 @@ from tandem.engines.rollout.http.process import ServerProcess
 from tandem.engines.rollout.vllm.process import check_temperature, check_whole, sampling
 from tandem.engines.rollout.vllm.workers import MemoryChannel, VLLMWorkers
 from tandem.engines.weight_sync import Digest
+from tandem.models.stored_layout import StoredLayout
 from tandem.protocol import Request, SamplingParams
 
 _METRICS = {"decode_steps": "vllm:iteration_tokens_total_count", "preemptions": "vllm:num_preemptions_total"}
@@ -88,7 +91,7 @@ class VLLMServerEngine(HTTPEngine):
             self._channel = NetworkChannel(
                 server.url, workers, device=network.device, backend=network.backend
             )
-        self._config = config
+        self._config, self._stored = config, StoredLayout.of(config)
         self._decode = decode
         self.finds_stops = decode is not None
         self._sleeps = sleeps
@@ -153,8 +156,16 @@ class VLLMServerEngine(HTTPEngine):
         self.wake()
         self.has_weights = False
         self.call("POST", "/pause", params={"mode": "keep"})
+        sent: set[str] = set()
+
+        def tracked() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in stream.tensors:
+                sent.add(name)
+                yield name, tensor
+
         with self._channel.opened() as bucket:
-            sent = {name for name, _ in send(stream.tensors, bucket, self._bucket_bytes)}
+            for _ in send(self._stored.converted(tracked()), bucket, self._bucket_bytes):
+                pass
         digest = self._rpc("tandem_digest")[0]  # each worker returns the digest of all workers
         held = {name: int(value) for name, value in digest.items()}
         check_whole(held.keys() - sent)

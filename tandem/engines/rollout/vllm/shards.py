@@ -1,4 +1,4 @@
-"""Functions that map vLLM's weights to the checkpoint's names and compute the digest of the weights.
+"""Functions that map vLLM's weights to the names in transformers and compute the digest of the weights.
 
 If several ranks split the layers, the digest covers the whole weights of all ranks together.
 """
@@ -6,11 +6,13 @@ If several ranks split the layers, the digest covers the whole weights of all ra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -18,14 +20,24 @@ from tandem.engines.rollout.vllm.ranks import gather
 from tandem.engines.weight_sync import Digest, checksum
 
 _SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+_RENAMED = {
+    "ernie4_5_moe": {".gate.e_score": ".gate.moe_statics.e_score"},
+    "gpt_oss": {".attn.": ".self_attn.", ".embedding.": ".embed_tokens."},
+    "minimax_m2": {".block_sparse_moe.": ".mlp."},
+    "mixtral": {".block_sparse_moe.": ".mlp."},
+}
+"""For a model type, a dict from a part of vLLM's name to that part of the name in transformers."""
+_EXPERTS = {"w13": "gate_up_proj", "w2": "down_proj"}
+_TURNED = ("gpt_oss", "llama4_text")
+"""The model types whose experts multiply by their weights from the left."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A tensor of the checkpoint, or the shard of such a tensor on this rank.
+    """A tensor of the trainer's model, or a shard of such a tensor on this rank.
 
     Attributes:
-        name: The Hugging Face name.
+        name: The name in transformers.
         tensor: The whole tensor, or the consecutive rows or columns of the shard.
         shard: The number of the shard. Ranks with the same number have the same shard.
         first_row: The index of the shard's first row in the whole tensor.
@@ -44,15 +56,36 @@ class HeldWeight:
 def held_weights(model: Any) -> Iterator[HeldWeight]:
     """Yield this rank's weights of a vLLM model, in the same order on all ranks.
 
-    Layers that vLLM has fused (`qkv_proj`, `gate_up_proj`) are split into the checkpoint's layers. Rows that
-    pad the vocabulary are left out. Tied weights are yielded once.
+    Layers that vLLM has fused (`qkv_proj`, `gate_up_proj`) are split into the layers in transformers. Rows
+    that pad the vocabulary are left out. Tied weights are yielded once. If the ranks split the experts of a
+    layer, the parts of a weight have the same name.
     """
+    renamed = _RENAMED.get(model.config.model_type, {})
+    for part in _vllm_weights(model):
+        name = part.name
+        for theirs, ours in renamed.items():
+            name = name.replace(theirs, ours)
+        yield replace(part, name=name)
+
+
+def _vllm_weights(model: Any) -> Iterator[HeldWeight]:
+    """Yield the results of `held_weights`, with vLLM's names of the modules."""
     joined: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     layers: dict[str, Any] = dict(model.named_modules())
+    kind = model.config.model_type
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         parent, _, last = path.rpartition(".")
-        if joined.get(last, [last]) != [last]:
+        if isinstance(layers[path], RoutedExperts):
+            yield from _experts(parent, leaf, layers[path], parameter, kind)
+        elif isinstance(layers[path], MLAAttention):
+            continue  # derived from kv_b_proj
+        elif leaf == "e_score_correction_bias" and kind == "ernie4_5_moe":
+            yield HeldWeight(name, parameter[None])
+        elif kind == "llama4_text" and last == "qkv_proj" and leaf == "weight":
+            for part in _parts(f"{parent}.{{}}.{leaf}", joined[last], layers[path], parameter):
+                yield part if "v_proj" in part.name else _in_pairs(part, layers[path].head_size)
+        elif joined.get(last, [last]) != [last]:
             yield from _parts(f"{parent}.{{}}.{leaf}", joined[last], layers[path], parameter)
         else:
             yield _held_weight(name, layers[path], parameter)
@@ -75,6 +108,43 @@ def _parts(name: str, names: list[str], layer: Any, parameter: Tensor) -> Iterat
         yield HeldWeight(name.format(part), rows, shard, first_row=shard * len(rows))
 
 
+def _in_pairs(part: HeldWeight, head: int) -> HeldWeight:
+    """Return a weight whose rows in a head alternate between the halves that vLLM's rotary embedding has."""
+    rows = part.tensor.view(-1, 2, head // 2, part.tensor.shape[1]).transpose(1, 2)
+    return replace(part, tensor=rows.reshape(part.tensor.shape))
+
+
+def _experts(path: str, leaf: str, layer: Any, parameter: Tensor, kind: str) -> Iterator[HeldWeight]:
+    """Yield the parts of a weight or bias of all experts of a layer.
+
+    Args:
+        path: The path of the layer in transformers.
+        leaf: vLLM's name of the parameter in the layer.
+        layer: vLLM's layer.
+        parameter: The parameter, (E, rows) or (E, rows, columns).
+        kind: The model type.
+    """
+    inward, what = leaf.split("_")
+    name = f"{path}.{_EXPERTS[inward]}" + ("_bias" if what == "bias" else "")
+    rank, size = layer.moe_config.tp_rank, layer.moe_config.tp_size
+    turned = kind in _TURNED and what == "weight"
+    held = parameter.transpose(1, 2) if turned else parameter
+    on_first = inward == "w2" and what == "bias"  # the other ranks have zeros
+    if size == 1 or on_first:
+        yield HeldWeight(name, held, rank)
+        return
+    split = 1 if (inward == "w13") != turned else held.dim() - 1
+    halves = 2 if inward == "w13" and kind != "gpt_oss" else 1
+    for half, part in enumerate(held.chunk(halves, split)):
+        width = part.shape[split]
+        first, whole = (half * size + rank) * width, halves * size * width
+        if split == held.dim() - 1:
+            yield HeldWeight(name, part, rank, first_column=first, columns=whole)
+        else:
+            for expert, rows in enumerate(part):
+                yield HeldWeight(name, rows, rank, first_row=expert * whole + first)
+
+
 def _held_weight(name: str, layer: Any, parameter: Tensor) -> HeldWeight:
     rank, size = _place(layer)
     if isinstance(layer, VocabParallelEmbedding):
@@ -94,21 +164,29 @@ def _place(layer: Any) -> tuple[int, int]:
 
 
 def weights_digest(model: Any) -> Digest:
-    """Return the digest of all weights of a vLLM model, keyed by Hugging Face name.
+    """Return the digest of all weights of a vLLM model, keyed by their names in transformers.
 
-    This function is collective: all ranks must call it. All ranks get the same result. If two ranks have the
+    The weights are converted to the dtype of the model's first weight, as in the trainer's digest. This
+    function is collective: all ranks must call it. All ranks get the same result. If two ranks have the
     same shard with different content, the digest changes.
     """
-    held = list(held_weights(model))
-    sums_T = torch.stack(
-        [
-            checksum(part.tensor, part.first_row, first_column=part.first_column, columns=part.columns)
-            for part in held
-        ]
-    )
-    shards_T = torch.tensor([part.shard for part in held])
-    total_T = _combine_ranks(*gather(torch.stack((sums_T.cpu(), shards_T))).unbind(1))
-    return {part.name: total for part, total in zip(held, total_T.tolist(), strict=True)}
+    dtype = next(model.parameters()).dtype
+    names, shards, sums = [], [], []
+    for part in held_weights(model):
+        held = part.tensor.to(dtype)
+        sums.append(checksum(held, part.first_row, first_column=part.first_column, columns=part.columns))
+        names.append(part.name)
+        shards.append(part.shard)
+    total_T = _combine_ranks(*gather(torch.stack((torch.stack(sums).cpu(), torch.tensor(shards)))).unbind(1))
+    found: Digest = {}
+    for name, total in zip(names, total_T.tolist(), strict=True):
+        found[name] = _signed(found.get(name, 0) + total)
+    return found
+
+
+def _signed(number: int) -> int:
+    """Return a number modulo 2^64, as a signed 64-bit number."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _combine_ranks(sums_RT: Tensor, shards_RT: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
 from tandem.engines.rollout.draws.rows import Rows
@@ -37,12 +37,22 @@ ROUNDING = 1e-5  # more than the difference of this model's float32 logits betwe
 Id = tuple[str, int]
 
 
-def build_model(dtype: torch.dtype, window: int = 0) -> PreTrainedModel:
-    """Build a model with two layers and peaked distributions. A window is that of the first layer."""
+def build_model(dtype: torch.dtype, window: int = 0, limit: int = 0) -> PreTrainedModel:
+    """Build a model with two layers and peaked distributions.
+
+    A window is that of the first layer. A limit is that of longrope angles.
+    """
     torch.manual_seed(3)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": window}
     kinds = kinds | {"use_sliding_window": True} if window else {}
+    if limit:
+        rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0}
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 8.0]}
+        rope |= {"original_max_position_embeddings": limit}
+        rope_keys = {"rope_parameters": rope, "original_max_position_embeddings": limit}
+        config = Phi3Config(**SHAPE | sizes | rope_keys | {"pad_token_id": 0})
+        return Phi3ForCausalLM(config).to(dtype).eval()
     return Qwen2ForCausalLM(Qwen2Config(**SHAPE | sizes | kinds)).to(dtype).eval()
 
 

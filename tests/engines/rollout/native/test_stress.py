@@ -6,6 +6,7 @@ from tests.engines.rollout.case import request
 from tests.engines.rollout.native import stress
 
 AHEAD, GRAPHS = {"run_ahead": True}, {"graphs": True}
+KINDS = {"window", "limit"}
 
 
 def case(dtype, count, options, *marks):
@@ -16,6 +17,8 @@ def case(dtype, count, options, *marks):
 @pytest.mark.parametrize(("dtype", "count", "options"), [
     case(torch.float64, 50, AHEAD | GRAPHS), case(torch.float64, 50, GRAPHS, pytest.mark.slow),
     case(torch.float32, 50, {}), case(torch.float64, 50, AHEAD | GRAPHS | {"window": 11}),
+    case(torch.float64, 50, AHEAD | GRAPHS | {"limit": 20}),
+    case(torch.float64, 1_000, AHEAD | {"limit": 20}, pytest.mark.slow, pytest.mark.timeout(1800)),
     case(torch.float64, 1_000, AHEAD | {"window": 11}, pytest.mark.slow, pytest.mark.timeout(1800)),
     case(torch.float64, 50, GRAPHS | {"num_gpu_blocks_override": None}, pytest.mark.slow),
     case(torch.float64, 50, AHEAD | {"max_num_batched_tokens": 7}, pytest.mark.slow),
@@ -30,9 +33,9 @@ def case(dtype, count, options, *marks):
 ])  # fmt: skip
 def test_every_request_is_answered_as_if_it_were_alone(dtype, count, options):
     roomy = {"num_gpu_blocks_override", "max_num_batched_tokens", "window"} & options.keys()
-    requests, window = stress.random_requests(count, seed=1), options.get("window", 0)
-    module = stress.build_model(dtype, window)
-    options = {name: value for name, value in options.items() if name != "window"}
+    requests = stress.random_requests(count, seed=1)
+    module = stress.build_model(dtype, **{name: options[name] for name in KINDS & options.keys()})
+    options = {name: value for name, value in options.items() if name not in KINDS}
     out = stress.stressed(module, requests, seed=2, **options)
     ties = stress.check_outcome(requests, out, stress.one_by_one(module, requests), dtype)
     assert ties <= max(count // 100, 1)

@@ -2,10 +2,12 @@ import sys
 import time
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING
 
 from tandem.engines.rollout.draws.keyed import seed_of
 from tandem.engines.rollout.http.process import ServerProcess
-from tandem.engines.rollout.vllm.process import sampling, serve
+from tandem.engines.rollout.vllm.process import check_runs, sampling, serve
 from tandem.errors import ConfigError, EngineError
 from tests.engines.rollout.case import CPU, request
 from tests.engines.rollout.vllm.models import build
@@ -48,6 +50,18 @@ def test_a_temporary_log_goes_with_a_server_that_did_not_fail(start, keeps, kill
     process.close()
     process.close()
     assert process.log.exists() is process.log.parent.exists() is (keeps or killed)
+
+
+@pytest.mark.parametrize(("kind", "keys", "on_gpus", "why"), [
+    ("dots1", {}, False, "no implementation"), ("minimax_m2", {}, True, "ignores the biases"),
+    ("lfm2", {}, True, "one piece"), ("llama4_text", {"attention_chunk_size": 200}, True, "multiple of 128"),
+])  # fmt: skip
+def test_models_that_vllm_cannot_run_are_refused_before_the_run(kind, keys, on_gpus, why):
+    config = CONFIG_MAPPING[kind](**keys)
+    error = refused(ConfigError, lambda: check_runs(config, CPU), why)
+    assert "native or hf" in error.remedy
+    if on_gpus:
+        check_runs(config, torch.device("cuda"))
 
 
 def test_every_parameter_is_asked_for_by_the_name_that_vllm_has():
