@@ -50,6 +50,36 @@ MODELS = (
     ),
     *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Llama-3.2-1B", "Llama-3-8B", "Llama-3-70B", "Mistral-7B-v0.3"),
 )
+_THREE_OF_FOUR = ("sliding_attention",) * 3 + ("full_attention",)
+WINDOWS: dict[str, dict[str, Any]] = {
+    "Gemma 2 2B": {**(published("gemma-2-2b") or {}), "num_hidden_layers": 4},
+    "Gemma 3 1B": {**(published("gemma-3-1b") or {}), "num_hidden_layers": 6},
+    "gpt-oss 20B": {
+        **{"model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 4},
+        **{"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088, "head_dim": 64},
+        **{"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+    },
+    "OLMo 3 7B": {
+        **{"model_type": "olmo3", "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "vocab_size": 100278, "sliding_window": 4096},
+    },
+    "Phi-3 mini": {
+        **{"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "vocab_size": 32064, "sliding_window": 2047},
+    },
+    "Cohere 2 7B": {
+        **{"model_type": "cohere2", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 256000},
+        **{"sliding_window": 4096, "tie_word_embeddings": True},
+    },
+    "Llama 4 Scout text": {
+        **{"model_type": "llama4_text", "hidden_size": 5120, "intermediate_size": 8192},
+        **{"intermediate_size_mlp": 16384, "num_hidden_layers": 4, "num_attention_heads": 40},
+        **{"num_key_value_heads": 8, "vocab_size": 202048, "head_dim": 128, "num_local_experts": 16},
+        **{"num_experts_per_tok": 1, "attention_chunk_size": 8192, "use_qk_norm": True},
+    },
+    "Mistral 7B": {**(published("mistral-7b") or {}), "num_hidden_layers": 4, "sliding_window": 4096},
+}
 LENGTHS = ((1024,) * 4, (1024,) * 8, (512,) * 8, (8192,), (700, 300, 20) * 4, (128, 128), (4096,) * 2)
 
 
@@ -102,6 +132,19 @@ def designed() -> Iterator[tuple[str, Case]]:
     # were held-out cases once, and then used to improve the formulas
     yield from reduced_in_each("drawn, each", SEED + 1)
     yield from with_adapters("drawn, adapters", SEED + 3)  # the same
+
+
+def windowed() -> Iterator[tuple[str, Case]]:
+    """Yield cases whose layers have windows or chunks, longer and shorter than the sequences."""
+    for name, model in WINDOWS.items():
+        for mode in ("none", "ops", "full"):
+            shorter = {"sliding_window": 256} if model.get("sliding_window") else {"attention_chunk_size": 256}
+            for lengths, changed in (((1024,) * 4, {}), ((1024,) * 4, shorter)):
+                said = f"window {next(iter(changed.values()))} " if changed else ""
+                yield (
+                    f"{name} {said}{model['num_hidden_layers']} layers, {sum(lengths)} tokens mode={mode}",
+                    Case({**model, **changed}, lengths, shards=8, mode=mode),
+                )
 
 
 def held_out() -> Iterator[tuple[str, Case]]:
@@ -231,14 +274,14 @@ def main() -> int:
     options = arguments(parser, only=["Qwen2.5-0.5B 4 layers, 4096 tokens shards=1 mode=full"])
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
     rows: dict[str, Any] = stored["rows"]
-    for name, case in () if options.report else (*designed(), *held_out()):
+    for name, case in () if options.report else (*designed(), *windowed(), *held_out()):
         if name in rows or (options.only and not any(word in name for word in options.only)):
             continue
         case = replace(case, model={key: value for key, value in case.model.items() if value is not None})
         rows[name] = {"case": asdict(case), "traced": traced(case)}
         options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
         print(f"traced {name}", file=sys.stderr, flush=True)
-    known = [name for name, _ in (*designed(), *held_out())]
+    known = [name for name, _ in (*designed(), *windowed(), *held_out())]
     rows = stored["rows"] = {name: rows[name] for name in known if name in rows}
     fine = report(rows)
     options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")

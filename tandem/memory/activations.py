@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Recomputed = Literal["none", "ops", "full"]
 """What the backward pass recomputes: nothing; all except matrix products and attention; whole layers."""
@@ -42,6 +42,30 @@ class Decoder:
     head_norms: bool = False
 
 
+class LayerBytes(NamedTuple):
+    """The bytes of one layer's activations, per token or for a micro-batch.
+
+    Attributes:
+        input: the layer's input.
+        saved: all tensors that operators save for the backward pass.
+        products: the outputs of the operators that the mode "ops" keeps.
+        both: the part of `products` that operators save anyway.
+    """
+
+    input: float
+    saved: float
+    products: float
+    both: float
+
+    def kept(self, mode: Recomputed) -> float:
+        """Return the bytes that the layer keeps from its forward pass to its backward pass."""
+        return {"none": self.saved, "ops": self.input + self.products, "full": self.input}[mode]
+
+    def again(self, mode: Recomputed) -> float:
+        """Return the bytes that the layer's backward pass recomputes, in addition to `kept`."""
+        return {"none": 0.0, "ops": self.saved - self.both, "full": self.saved}[mode]
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """The settings with which one rank runs a decoder.
@@ -53,12 +77,9 @@ class Setup:
         lora_rank: rank of the adapters on all linear layers, with frozen weights; 0: the weights are
             trained.
         fused: whether norms and gated layers are fused kernels, such as Liger's.
-        rectangles: whether attention runs over padded copies of the sequences (rectangles), as on a CPU.
-        padding: padded entries of these copies per token.
-        scores: number of stored attention scores per token and head, averaged over tokens; 0: no scores are
-            stored.
         offloaded: whether activations are offloaded to the host between forward and backward pass.
         held: number of micro-batches whose activations a pipeline stage keeps at the same time.
+        measured: the bytes per token of a layer, if they were measured; None: they are computed.
     """
 
     itemsize: int
@@ -66,15 +87,13 @@ class Setup:
     sequence: int = 1
     lora_rank: int = 0
     fused: bool = False
-    rectangles: bool = False
-    padding: float = 1.0
-    scores: float = 0.0
     offloaded: bool = False
     held: int = 1
+    measured: LayerBytes | None = None
 
 
-def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Return the bytes per token that one layer keeps for its backward pass.
+def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
+    """Return the bytes per token of one layer's activations.
 
     These are the tensors that the operators save. A tensor that several operators save is counted once:
 
@@ -84,10 +103,8 @@ def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
     - Qwen3's head norms keep the same tensors for queries and keys, (H + K) d features, except the output,
       which the rotary embedding does not need.
     - Attention: queries and output, 2c H d; keys and values, 2c K d; and the log of the normalizer, 4H. The
-      rotary embedding keeps only tensors that all layers share. With rectangles, padded copies are kept in
-      addition to the originals, and the output is copied out of them. With Ulysses, the output is kept twice,
+      rotary embedding keeps only tensors that all layers share. With Ulysses, the output is kept twice,
       before and after the exchange, and keys and values are repeated until there are as many heads as ranks.
-    - Stored attention scores: c H times the number of scores per token and head.
     - The gated MLP: gate, activated gate, up and their product, 4c I. A fused MLP recomputes the activated
       gate.
     - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
@@ -95,45 +112,28 @@ def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
     Tensor parallelism splits H, K and I, but not D. Compiled layers keep less, because the compiler
     recomputes cheap operations. For compiled layers the result is an upper bound.
 
-    With "ops" a layer keeps its input, c D; the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or
-    twice as much with adapters, whose outputs have the same size; and the output of attention. With "full" a
-    layer keeps only its input.
+    With "ops" a layer keeps the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or twice as much with
+    adapters, whose outputs have the same size; and the output of attention. The outputs of gate, up and
+    attention, and the values, are saved anyway.
     """
+    if setup.measured is not None:
+        return setup.measured
     c, features = setup.itemsize, decoder.hidden
     heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
     gated = decoder.intermediate / setup.tensor
     query, keys = heads * decoder.head_width, key_heads * decoder.head_width
     attended = c * query + 4 * heads
-    if mode == "full":
-        return c * features
-    if mode == "ops":
-        outputs = c * (2 * features + query + 2 * keys + 2 * gated)
-        few = _ADAPTED * c * setup.lora_rank
-        return c * features + outputs * (2 if setup.lora_rank else 1) + few + setup.padding * attended
+    few = _ADAPTED * c * setup.lora_rank
+    outputs = c * (2 * features + query + 2 * keys + 2 * gated)
+    products = outputs * (2 if setup.lora_rank else 1) + few + attended
     norms = 2 * (norm_bytes(setup, features) + c * features)
     if decoder.head_norms:
         norms += norm_bytes(setup, query) + norm_bytes(setup, keys) + 4 * (heads + key_heads)
     wide = _exchanged(key_heads, heads, setup.sequence) * decoder.head_width
-    inputs, copies = c * (query + 2 * wide), setup.rectangles + (setup.sequence > 1)
-    attention = setup.padding * (attended + inputs + c * heads * setup.scores)
-    attention += setup.rectangles * inputs + copies * c * query
+    attention = attended + c * (query + 2 * wide) + (setup.sequence > 1) * c * query
     mlp = (3 if setup.fused else 4) * c * gated
-    return norms + attention + mlp + _ADAPTED * c * setup.lora_rank
-
-
-def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Return the bytes per token that a layer's backward pass recomputes, in addition to `kept_bytes`.
-
-    With "ops" the outputs of gate, up and attention, and the values, need not be recomputed.
-    """
-    if mode == "none":
-        return 0.0
-    whole = kept_bytes(decoder, setup, "none")
-    if mode == "full":
-        return whole
-    heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
-    there = 2 * decoder.intermediate / setup.tensor + (heads + key_heads) * decoder.head_width
-    return whole - setup.itemsize * there - 4 * heads
+    both = c * (2 * gated + keys) + attended
+    return LayerBytes(c * features, norms + attention + mlp + few, products, both)
 
 
 def norm_bytes(setup: Setup, features: float) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.memory.activations import Decoder, Recomputed, Setup, again_bytes, kept_bytes, norm_bytes
+from tandem.memory.activations import Decoder, Recomputed, Setup, layer_bytes, norm_bytes
 from tandem.memory.shapes import ModelShape
 
 TILE = 256 << 20
@@ -246,10 +246,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
     w, r, layers = c * own.layer, c * own.root, own.layers
     around = tokens * _around(decoder, c)
-    kept = tokens * (
-        way.share * kept_bytes(decoder, way.setup, way.mode)
-        + (1 - way.share) * kept_bytes(decoder, way.setup, "none")
-    )
+    each = layer_bytes(decoder, way.setup)
+    kept = tokens * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved)
     on_device = min(layers, 2) if way.setup.offloaded else layers
     activations = around + way.setup.held * on_device * kept
     summed = 0.0
@@ -264,7 +262,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     before = w if layers > 1 and way.resharding else 0.0
     first = held + before
     yield Moment("head, backward", first, summed, activations + last, tiles + head_gradient)
-    again = tokens * again_bytes(decoder, way.setup, way.mode)
+    again = tokens * each.again(way.mode)
     norm = tokens * (norm_bytes(way.setup, features) + (3 * c if way.setup.fused else 20) * features)
     yield Moment("last norm, backward", first, summed + head_gradient, activations + norm, 0.0)
     layer = again + _inside_backward(own, decoder, way, tokens)
