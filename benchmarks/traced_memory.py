@@ -150,6 +150,8 @@ def traced(case: Case) -> dict[str, dict[str, int]]:
         split = SequenceSplit.of(grid.work["sequence"], meter)
         sequences = Ragged.from_list([torch.zeros(n + 1, dtype=torch.int64) for n in case.lengths])
         inputs = [pack(sequences, None, device=CPU, split=split, whole=False) for _ in range(case.micro)]
+        for one in inputs:
+            one.packing.chunked(case.model.get("attention_chunk_size") or sum(case.lengths))
         with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _run(case, grid, meter, [_faked(one, fake) for one in inputs])
     finally:
@@ -157,10 +159,11 @@ def traced(case: Case) -> dict[str, dict[str, int]]:
 
 
 def _faked(inputs: PackedInputs, fake: FakeTensorMode) -> PackedInputs:
-    for name in ("position_ids", "cu_seqlens", "places"):
-        value = getattr(inputs.packing, name)
-        if value is not None:
-            setattr(inputs.packing, name, fake.from_tensor(value))
+    for packing in (inputs.packing, *inputs.packing._chunked.values()):
+        for name in ("position_ids", "cu_seqlens", "places"):
+            value = getattr(packing, name)
+            if value is not None:
+                setattr(packing, name, fake.from_tensor(value))
     names = ("input_ids", "sources", "targets", "places")
     return replace(inputs, **{name: fake.from_tensor(getattr(inputs, name)) for name in names})
 

@@ -20,17 +20,39 @@ _ADAPTED = 7  # number of linear layers in a decoder layer
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of a layer.
+
+    Attributes:
+        number: number of experts.
+        routed: number of experts that compute a token.
+        width: I of one expert.
+    """
+
+    number: int = 0
+    routed: int = 0
+    width: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """The shape of a decoder with equal layers, as in transformers' Llama, Mistral, Qwen2 and Qwen3.
+    """The shape of a decoder with equal layers, as transformers computes them.
 
     Attributes:
         layers: number of layers; with pipeline parallelism, the layers of one stage.
         hidden: D.
-        intermediate: I.
+        intermediate: I. With experts, the total width of those that compute a token.
         heads: H.
         key_heads: K.
         head_width: d.
-        head_norms: whether queries and keys are normalized per head, as in Qwen3.
+        head_norms: whether queries and keys are normalized, as in Qwen3.
+        norms: number of other norms of a layer. With one, attention and MLP read the same input.
+        norm_copies: number of fp32 tensors that a norm keeps beside the root mean square, without its
+            normalized input; 0: the normalized input has the compute dtype, as in Llama.
+        joined: whether queries, keys and values are one matrix product, so that values keep its whole output.
+        gates: number of tensors as wide as I that the gated MLP keeps.
+        experts: the routed experts.
+        capped: whether the logits have a soft cap.
     """
 
     layers: int
@@ -40,6 +62,17 @@ class Decoder:
     key_heads: int
     head_width: int
     head_norms: bool = False
+    norms: int = 2
+    norm_copies: int = 0
+    joined: bool = False
+    gates: int = 4
+    experts: Experts = Experts()
+    capped: bool = False
+
+    @property
+    def dense(self) -> int:
+        """The part of I that is not in routed experts."""
+        return self.intermediate - self.experts.routed * self.experts.width
 
 
 class LayerBytes(NamedTuple):
@@ -98,15 +131,16 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     These are the tensors that the operators save. A tensor that several operators save is counted once:
 
     - A norm computes in fp32. It keeps its input in fp32, 4D (no copy if the input is fp32); if the weight is
-      trained, the normalized input, c D; its output, c D, for the linear layers after it; and 4 for the root
-      mean square. A layer has two norms. A fused norm keeps its unconverted input, c D, and its output.
-    - Qwen3's head norms keep the same tensors for queries and keys, (H + K) d features, except the output,
-      which the rotary embedding does not need.
+      trained, the normalized input, c D or 4D; and 4 for the root mean square. A layer norm also keeps the
+      difference to the mean twice. A fused norm keeps only its unconverted input, c D.
+    - The norms of queries and keys keep the same tensors for (H + K) d features.
+    - The inputs of the linear layers of attention and of the MLP, c D each.
     - Attention: queries and output, 2c H d; keys and values, 2c K d; and the log of the normalizer, 4H. The
       rotary embedding keeps only tensors that all layers share. With Ulysses, the output is kept twice,
       before and after the exchange, and keys and values are repeated until there are as many heads as ranks.
     - The gated MLP: gate, activated gate, up and their product, 4c I. A fused MLP recomputes the activated
-      gate.
+      gate. With experts, I is the total width of the experts that compute a token, and each of them keeps its
+      input and its output, 2c D.
     - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
 
     Tensor parallelism splits H, K and I, but not D. Compiled layers keep less, because the compiler
@@ -114,7 +148,7 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
 
     With "ops" a layer keeps the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or twice as much with
     adapters, whose outputs have the same size; and the output of attention. The outputs of gate, up and
-    attention, and the values, are saved anyway.
+    attention, and the values, are saved anyway. The outputs of routed experts are not kept.
     """
     if setup.measured is not None:
         return setup.measured
@@ -124,23 +158,26 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     query, keys = heads * decoder.head_width, key_heads * decoder.head_width
     attended = c * query + 4 * heads
     few = _ADAPTED * c * setup.lora_rank
-    outputs = c * (2 * features + query + 2 * keys + 2 * gated)
+    dense = decoder.dense / setup.tensor
+    outputs = c * ((2 if dense else 1) * features + query + 2 * keys + 2 * dense)
     products = outputs * (2 if setup.lora_rank else 1) + few + attended
-    norms = 2 * (norm_bytes(setup, features) + c * features)
+    norms = decoder.norms * norm_bytes(decoder, setup, features) + min(2, decoder.norms) * c * features
     if decoder.head_norms:
-        norms += norm_bytes(setup, query) + norm_bytes(setup, keys) + 4 * (heads + key_heads)
+        norms += norm_bytes(decoder, setup, query + keys) + 4 * (heads + key_heads)
     wide = _exchanged(key_heads, heads, setup.sequence) * decoder.head_width
     attention = attended + c * (query + 2 * wide) + (setup.sequence > 1) * c * query
-    mlp = (3 if setup.fused else 4) * c * gated
-    both = c * (2 * gated + keys) + attended
+    attention += decoder.joined * c * (query + keys)
+    mlp = (decoder.gates - setup.fused) * c * gated + 2 * decoder.experts.routed * c * features
+    both = c * (2 * dense + keys) + attended
     return LayerBytes(c * features, norms + attention + mlp + few, products, both)
 
 
-def norm_bytes(setup: Setup, features: float) -> float:
+def norm_bytes(decoder: Decoder, setup: Setup, features: float) -> float:
     """Return the bytes per token that a norm keeps for its input of `features` features."""
     if setup.fused:
         return setup.itemsize * features + 4
-    return (4 + (0 if setup.lora_rank else setup.itemsize)) * features + 4
+    normalized = 0 if setup.lora_rank else 4 if decoder.norm_copies else setup.itemsize
+    return (4 * max(1, decoder.norm_copies) + normalized) * features + 4
 
 
 def _exchanged(key_heads: float, heads: float, ranks: int) -> float:

@@ -254,7 +254,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     if way.micro_batches > 1:
         summed = m * own.trained / (1 if way.sums else way.shards)
     head_gradient = c * own.head if own.trained_root else 0.0
-    last = tokens * (norm_bytes(way.setup, features) + c * features)
+    last = tokens * (norm_bytes(decoder, way.setup, features) + c * features)
     held = r if way.resharding else r + layers * w
     left = {"earlier": activations - around - kept, "last": kept, "gradients": 0.0 if way.sums else summed}
     yield from forward_moments(own, decoder, way, tokens, **left)
@@ -263,7 +263,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     first = held + before
     yield Moment("head, backward", first, summed, activations + last, tiles + head_gradient)
     again = tokens * each.again(way.mode)
-    norm = tokens * (norm_bytes(way.setup, features) + (3 * c if way.setup.fused else 20) * features)
+    norm = tokens * (norm_bytes(decoder, way.setup, features) + (3 * c if way.setup.fused else 20) * features)
     yield Moment("last norm, backward", first, summed + head_gradient, activations + norm, 0.0)
     layer = again + _inside_backward(own, decoder, way, tokens)
     held_layer = held + (w if way.resharding else 0.0) + before
@@ -327,20 +327,23 @@ def _inside(decoder: Decoder, way: Way) -> float:
     c, features = way.setup.itemsize, decoder.hidden
     wide = 4 if way.setup.lora_rank else 3
     mlp = 4 * c * features + wide * c * decoder.intermediate / way.setup.tensor
+    mlp += 2 * decoder.experts.routed * c * features
     return max(mlp, 0 if way.setup.fused else (3 * c + 8) * features)
 
 
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
     """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
-    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix. In
+    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix, which
+    experts have for gate and up together. In
     the norm before the MLP, the MLP's activations are freed. There are four gradients of the hidden states in
     fp32, one in the compute dtype, and the gradients of the MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
-    inner = decoder.intermediate / t
-    matrix = c * features * inner if own.trained_layer == own.layer else 0.0
-    mlp = tokens * (2 * c * inner + c * features) + matrix
+    inner, experts = decoder.intermediate / t, decoder.experts
+    stored = (decoder.dense + experts.number * experts.width) / t
+    matrix = c * features * stored if own.trained_layer == own.layer else 0.0
+    mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     states = 3 * c * features if way.setup.fused else 18 * features
     return max(mlp, tokens * (states - 4 * c * inner) + 3 * matrix)
 
@@ -359,7 +362,7 @@ def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -
     """Return the peak bytes of the head in a forward pass.
 
     PyTorch's head has a tile of fp32 logits, the previous tile, and on a CPU, where products are in the
-    compute dtype, half a tile more. Triton's head has three numbers per token and vocabulary span. A value
+    compute dtype, half a tile more. Capped logits are another tile. Triton's head has three numbers per token and vocabulary span. A value
     head has the hidden states in fp32.
     """
     if way.head == "value":
@@ -369,7 +372,7 @@ def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -
     if way.head == "triton":
         return tokens * 4.0 * (2 + way.entropy) * -(-own.head / decoder.hidden // _SPAN)
     tile, second = tile_bytes(own, decoder, way, tokens, 4)
-    return tile * (3 if way.entropy else max(1.5, 1 + 1.5 * second))
+    return tile * (decoder.capped + (3 if way.entropy else max(1.5, 1 + 1.5 * second)))
 
 
 def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:

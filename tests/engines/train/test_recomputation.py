@@ -188,7 +188,7 @@ def kept_per_token(wide, options):
     tokens = sum(len(part.inputs.input_ids) for part in parts)
     tokens = tokens if options else sum(gathered(tokens))  # the ranks have different rows
     counted = metrics["activation_offload_bytes"] / 2  # the last of three layers is not offloaded
-    other, _ = engine_on(wide, **options)
+    other, _ = engine_on(wide, precision="fp32", **options)
     synthetic.gradients(other, mine, LOSS, micro)
     return counted / tokens, other._recomputation._layer.saved
 
