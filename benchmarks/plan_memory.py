@@ -50,7 +50,6 @@ MODELS = (
     ),
     *("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Llama-3.2-1B", "Llama-3-8B", "Llama-3-70B", "Mistral-7B-v0.3"),
 )
-_THREE_OF_FOUR = ("sliding_attention",) * 3 + ("full_attention",)
 WINDOWS: dict[str, dict[str, Any]] = {
     "Gemma 2 2B": {**(published("gemma-2-2b") or {}), "num_hidden_layers": 4},
     "Gemma 3 1B": {**(published("gemma-3-1b") or {}), "num_hidden_layers": 6},
@@ -137,14 +136,13 @@ def designed() -> Iterator[tuple[str, Case]]:
 def windowed() -> Iterator[tuple[str, Case]]:
     """Yield cases whose layers have windows or chunks, longer and shorter than the sequences."""
     for name, model in WINDOWS.items():
-        for mode in ("none", "ops", "full"):
-            shorter = {"sliding_window": 256} if model.get("sliding_window") else {"attention_chunk_size": 256}
-            for lengths, changed in (((1024,) * 4, {}), ((1024,) * 4, shorter)):
-                said = f"window {next(iter(changed.values()))} " if changed else ""
-                yield (
-                    f"{name} {said}{model['num_hidden_layers']} layers, {sum(lengths)} tokens mode={mode}",
-                    Case({**model, **changed}, lengths, shards=8, mode=mode),
+        key = "sliding_window" if "sliding_window" in model else "attention_chunk_size"
+        for window in (model[key], 256):
+            for mode in ("none", "ops", "full"):
+                said = (
+                    f"{name}, window {window}, {model['num_hidden_layers']} layers, 4096 tokens mode={mode}"
                 )
+                yield said, Case({**model, key: window}, (1024,) * 4, shards=8, mode=mode)
 
 
 def held_out() -> Iterator[tuple[str, Case]]:

@@ -334,10 +334,10 @@ def _inside(decoder: Decoder, way: Way) -> float:
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
     """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
-    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix, which
-    experts have for gate and up together. In
-    the norm before the MLP, the MLP's activations are freed. There are four gradients of the hidden states in
-    fp32, one in the compute dtype, and the gradients of the MLP's matrices.
+    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix.
+    Experts have one matrix for gate and up. In the norm before the MLP, the MLP's activations are freed.
+    There are four gradients of the hidden states in fp32, one in the compute dtype, and the gradients of the
+    MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
     inner, experts = decoder.intermediate / t, decoder.experts
@@ -362,7 +362,7 @@ def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -
     """Return the peak bytes of the head in a forward pass.
 
     PyTorch's head has a tile of fp32 logits, the previous tile, and on a CPU, where products are in the
-    compute dtype, half a tile more. Capped logits are another tile. Triton's head has three numbers per token and vocabulary span. A value
+    compute dtype, half a tile more. Triton's head has three numbers per token and vocabulary span. A value
     head has the hidden states in fp32.
     """
     if way.head == "value":
@@ -372,7 +372,7 @@ def head_forward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -
     if way.head == "triton":
         return tokens * 4.0 * (2 + way.entropy) * -(-own.head / decoder.hidden // _SPAN)
     tile, second = tile_bytes(own, decoder, way, tokens, 4)
-    return tile * (decoder.capped + (3 if way.entropy else max(1.5, 1 + 1.5 * second)))
+    return tile * (3 if way.entropy else max(1.5, 1 + 1.5 * second))
 
 
 def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
@@ -380,7 +380,7 @@ def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) 
 
     Every head has the gradient of the hidden states in fp32. PyTorch's head adds a tile's logits and their
     gradient in fp32, the gradient in the compute dtype, and the previous tile's gradient. Triton's head adds
-    only the last two.
+    only the last two. For logits with a soft cap, PyTorch's head also has the slope of a tile.
     """
     c = way.setup.itemsize
     if way.head == "none":
@@ -393,4 +393,4 @@ def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) 
         return states + tile * (1 + second)
     tile, second = tile_bytes(own, decoder, way, tokens, 4)
     narrow = 0.5 if c < 4 else 0.0
-    return states + tile * max(2 + narrow, narrow + (2 + narrow) * second)
+    return states + tile * (decoder.capped + max(2 + narrow, narrow + (2 + narrow) * second))

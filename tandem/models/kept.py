@@ -48,9 +48,9 @@ def run_and_measure(
             saved[storage.data_ptr()] = storage
         return tensor
 
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor):
-        with nullcontext() if kept is None else products:
-            out = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, _HIDDEN: hidden})
+    seen = nullcontext() if kept is None else products
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda tensor: tensor), seen:
+        out = forward(hidden, *args[1:], **kwargs) if args else forward(**{**kwargs, _HIDDEN: hidden})
     sizes = {address: storage.nbytes() for address, storage in saved.items()}
     both = sum(sizes.get(address, 0) for address in products.found)
     made = sum(storage.nbytes() for storage in products.found.values())

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from tandem.config.model import BackboneConfig
 from tandem.memory.activations import Decoder, Setup, fastest_that_fits, layer_bytes
+from tandem.memory.shapes import model_shape
 from tandem.memory.training import Gathered, Way, update_moments
 from tandem.models.activations import manage_activations
 from tandem.models.loading import load_policy
@@ -136,6 +137,14 @@ FAMILY = {
 """Windows, chunks, sinks, soft caps, experts, and layers of another kind."""
 
 
+KNOWN = {
+    "llama": {}, "qwen3": {}, "gemma2": {}, "gemma3_text": {}, "olmo3": {}, "cohere2": {},
+    "phi3": {"pad_token_id": 0}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 200},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", slow_but(("gemma2", "gpt_oss"), FAMILY))
 def test_what_is_measured_is_what_layers_of_any_kind_keep(kind, dtype, tmp_path):
@@ -152,6 +161,23 @@ def test_what_is_measured_is_what_layers_of_any_kind_keep(kind, dtype, tmp_path)
     for mode in ("none", "ops"):
         more = len(policy.layers) * (layer.kept(mode) - layer.kept("full"))
         assert more == pytest.approx(seen[mode] - seen["full"], rel=0.02), mode
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", slow_but(("cohere2",), KNOWN))
+def test_what_layers_of_other_kinds_keep(kind, dtype, tmp_path):
+    sizes = {"hidden_size": 96, "intermediate_size": 200, "num_attention_heads": 6, "head_dim": 16}
+    path = make_model(tmp_path, kind=kind, num_key_value_heads=2, **sizes, **KNOWN[kind])
+    policy, inputs = PolicyModel(load_policy(path, dtype=dtype)), inputs_of(LENGTHS["long"])
+    switch = manage_activations(policy.layers, BackboneConfig(path=str(path)), CPU).switch
+    with torch.no_grad():
+        found = switch.measured(lambda: policy(inputs, frozenset()))
+    estimate = layer_bytes(model_shape(policy.decoder.config.to_dict()).decoder, Setup(dtype.itemsize))
+    for mode in ("none", "ops", "full"):
+        assert estimate.kept(mode) == pytest.approx(found.kept(mode) / inputs.packing.tokens, rel=0.05), mode
+        assert estimate.again(mode) == pytest.approx(found.again(mode) / inputs.packing.tokens, rel=0.05), (
+            mode
+        )
 
 
 @pytest.mark.gpu

@@ -185,8 +185,9 @@ class FSDPEngine:
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
-        parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
         padded = not self._settings.model.use_remove_padding
+        sizes: Any = {"block_tokens": block_tokens, "least": stages, "padded": padded or self.module.in_rows}
+        parts = cut_alike(lengths, micro.over(ranks), self._meter, **sizes)
         layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
         if stages > 1:
             fill = most_tokens(batch, parts, **layout)
