@@ -49,9 +49,12 @@ class Decoder:
         norms: number of other norms of a layer. With one, attention and MLP read the same input.
         norm_copies: number of fp32 tensors that a norm keeps beside the root mean square, without its
             normalized input; 0: the normalized input has the compute dtype, as in Llama.
-        joined: whether queries, keys and values are one matrix product, so that values keep its whole output.
+        joined: whether queries, keys and values are one matrix product, so that values keep its whole output;
+            and gate and up are one too.
         gates: number of tensors as wide as I that the gated MLP keeps.
         experts: the routed experts.
+        whole: whether ranks that split the layers each compute all heads, after a gather.
+        scored: whether attention writes its scores, because it has sinks or a soft cap.
         capped: whether the logits have a soft cap.
     """
 
@@ -67,12 +70,18 @@ class Decoder:
     joined: bool = False
     gates: int = 4
     experts: Experts = Experts()
+    whole: bool = False
+    scored: bool = False
     capped: bool = False
 
     @property
     def dense(self) -> int:
         """The part of I that is not in routed experts."""
         return self.intermediate - self.experts.routed * self.experts.width
+
+    def inner(self, tensor: int) -> float:
+        """Return I on one of `tensor` ranks. Routed experts, and a joined gate and up, are whole on each."""
+        return self.dense / (1 if self.joined else tensor) + self.intermediate - self.dense
 
 
 class LayerBytes(NamedTuple):
@@ -143,24 +152,26 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
       input and its output, 2c D.
     - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
 
-    Tensor parallelism splits H, K and I, but not D. Compiled layers keep less, because the compiler
-    recomputes cheap operations. For compiled layers the result is an upper bound.
+    Tensor parallelism splits H, K and I, but not D and not routed experts. Compiled layers keep less, because
+    the compiler recomputes cheap operations. For compiled layers the result is an upper bound.
 
     With "ops" a layer keeps the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or twice as much with
     adapters, whose outputs have the same size; and the output of attention. The outputs of gate, up and
-    attention, and the values, are saved anyway. The outputs of routed experts are not kept.
+    attention, and the values, are saved anyway. The outputs of routed experts, and of attention that writes
+    its scores, are not kept.
     """
     if setup.measured is not None:
         return setup.measured
     c, features = setup.itemsize, decoder.hidden
-    heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
-    gated = decoder.intermediate / setup.tensor
+    split = 1 if decoder.whole else setup.tensor
+    heads, key_heads = decoder.heads / split, decoder.key_heads / split
+    gated, dense = decoder.inner(setup.tensor), decoder.dense / setup.tensor
     query, keys = heads * decoder.head_width, key_heads * decoder.head_width
     attended = c * query + 4 * heads
     few = _ADAPTED * c * setup.lora_rank
-    dense = decoder.dense / setup.tensor
     outputs = c * ((2 if dense else 1) * features + query + 2 * keys + 2 * dense)
-    products = outputs * (2 if setup.lora_rank else 1) + few + attended
+    by_kernel = 0 if decoder.scored else attended
+    products = outputs * (2 if setup.lora_rank else 1) + few + by_kernel
     norms = decoder.norms * norm_bytes(decoder, setup, features) + min(2, decoder.norms) * c * features
     if decoder.head_norms:
         norms += norm_bytes(decoder, setup, query + keys) + 4 * (heads + key_heads)
@@ -168,7 +179,7 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     attention = attended + c * (query + 2 * wide) + (setup.sequence > 1) * c * query
     attention += decoder.joined * c * (query + keys)
     mlp = (decoder.gates - setup.fused) * c * gated + 2 * decoder.experts.routed * c * features
-    both = c * (2 * dense + keys) + attended
+    both = c * (2 * dense + keys) + by_kernel
     return LayerBytes(c * features, norms + attention + mlp + few, products, both)
 
 

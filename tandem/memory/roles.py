@@ -220,7 +220,7 @@ class Held:
         if not self.model.enable_gradient_checkpointing:
             return needs("none"), "none"
         if self.model.recomputes_by_memory:
-            if self.model.enable_activation_offload or self.shape.kind not in PLAIN_DECODERS:
+            if self.model.enable_activation_offload:
                 return needs("full"), "full"
             modes: tuple[Recomputed, ...] = FASTEST_FIRST
             if self.fsdp.use_torch_compile:

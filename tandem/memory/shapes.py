@@ -63,12 +63,12 @@ _FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}  # each such layer has no window,
 _LAYERS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_norms": True},
     "qwen3_moe": {"head_norms": True},
-    "gemma2": {"norms": 4, "norm_copies": 1},
+    "gemma2": {"norms": 4, "norm_copies": 1, "scored": True},
     "gemma3_text": {"norms": 4, "norm_copies": 1, "head_norms": True},
-    "olmo3": {"norm_copies": 1, "head_norms": True},
+    "olmo3": {"norm_copies": 1, "head_norms": True, "whole": True},
     "cohere2": {"norms": 1, "norm_copies": 2},
-    "phi3": {"joined": True},
-    "gpt_oss": {"norm_copies": 1, "gates": 7},
+    "phi3": {"joined": True, "whole": True},
+    "gpt_oss": {"norm_copies": 1, "gates": 7, "scored": True},
 }
 """A dict from model_type to the fields of `Decoder` that differ from Llama's."""
 
@@ -84,8 +84,8 @@ class ModelShape:
         vocabulary: number of vocabulary entries.
         tied: whether embedding and head are the same matrix.
         layer: number of parameters in a layer's matrices and biases, which tensor parallelism splits.
-        layer_norms: number of parameters in a layer's norms and router, which tensor parallelism does not
-            split.
+        layer_norms: number of parameters in a layer's norms, router and routed experts, which tensor
+            parallelism does not split.
         windows: for each layer, how many of the last tokens it needs; 0: all tokens.
     """
 
@@ -214,18 +214,18 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     llama4 = kind == "llama4_text"  # all its experts compute all tokens, and one more is shared
     routed = experts if llama4 else min(experts, text.get("num_experts_per_tok") or 1)
     query, keys = heads * width, key_heads * width
-    layer = 2 * hidden * (query + keys) + 3 * hidden * inner * max(1, experts + llama4)
+    layer = 2 * hidden * (query + keys) + 3 * hidden * inner * (llama4 or not experts)
     biased = text.get("attention_bias", kind.startswith(("qwen2", "gpt_oss")))
     layer += (query + 2 * keys) if biased else 0
     layer += hidden if biased and kind in ("llama", "gpt_oss") else 0
     layer += 2 * inner + hidden if text.get("mlp_bias") else 0
-    layer += heads + experts * (2 * inner + hidden + 1) if kind == "gpt_oss" else 0
     own = dict(_LAYERS.get(kind, {}))
     active = inner * (max(1, routed) + llama4)
     own |= {"experts": Experts(experts, routed, inner)} if experts else {}
     capped = bool(text.get("final_logit_softcapping", kind == "gemma2"))
     decoder = Decoder(layers, hidden, active, heads, key_heads, width, capped=capped, **own)
-    small = decoder.norms * hidden + hidden * experts
+    small = decoder.norms * hidden + experts * hidden * (3 * inner + 1)
+    small += heads + experts * (2 * inner + hidden + 1) if kind == "gpt_oss" else 0
     small += ((query + keys) if kind == "olmo3" else 2 * width) if decoder.head_norms else 0
     tied = bool(text.get("tie_word_embeddings", kind in _TIED))
     return ModelShape(kind, decoder, text["vocab_size"], tied, layer, small, layer_windows(text))

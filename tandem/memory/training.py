@@ -298,6 +298,8 @@ def _last_moments(
         whole, earlier = c * own.whole, m * own.trained_root if way.micro_batches > 2 else 0.0
         summed_so_far = layers_summed + earlier + head_gradient
         yield Moment("first layer, backward", whole, summed_so_far, single, 0.0)
+        at_embedding = layers_summed + earlier + of_root + (head_gradient if tied else 0.0) * 2
+        yield Moment("embedding, backward", whole, at_embedding, around, 0.0)
         matrix = of_root if tied or not own.head else head_gradient
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
         reduced, shard = 2 * m * own.trained_root, layers_summed / way.shards
@@ -321,12 +323,12 @@ def _inside(decoder: Decoder, way: Way) -> float:
     """Return the peak bytes per token inside a layer's forward pass.
 
     This is the larger of two sums. First: embeddings, layer input, attention output and its norm, with
-    activated gate, up and their product (with adapters, also the adapter's term of up). Second: embeddings,
-    layer input and attention output, with the norm's fp32 input and its square.
+    activated gate, up and their product (also the adapter's term of up, or the joined gate). Second:
+    embeddings, layer input and attention output, with the norm's fp32 input and its square.
     """
     c, features = way.setup.itemsize, decoder.hidden
-    wide = 4 if way.setup.lora_rank else 3
-    mlp = 4 * c * features + wide * c * decoder.intermediate / way.setup.tensor
+    wide = 4 if way.setup.lora_rank or decoder.joined else 3
+    mlp = 4 * c * features + wide * c * decoder.inner(way.setup.tensor)
     mlp += 2 * decoder.experts.routed * c * features
     return max(mlp, 0 if way.setup.fused else (3 * c + 8) * features)
 
@@ -340,8 +342,8 @@ def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> 
     MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
-    inner, experts = decoder.intermediate / t, decoder.experts
-    stored = (decoder.dense + experts.number * experts.width) / t
+    inner, experts = decoder.inner(t), decoder.experts
+    stored = decoder.dense / t + experts.number * experts.width
     matrix = c * features * stored if own.trained_layer == own.layer else 0.0
     mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     states = 3 * c * features if way.setup.fused else 18 * features

@@ -227,10 +227,15 @@ def _decoder(module: PackedModel) -> Decoder:
     Not every config has the same names. If it does not name the width of the MLP, this is 4 D.
     """
     config = module.decoder.config
-    hidden, heads = config.hidden_size, field_of(config, "num_attention_heads") or 1
-    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": 1}
-    inner = {"intermediate_size": 4 * hidden, "vocab_size": config.vocab_size}
-    shape = model_shape({**inner, **config.to_dict(), **sizes})
+    hidden, inner = config.hidden_size, field_of(config, "intermediate_size")
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner if isinstance(inner, int) else 4 * hidden,
+        "num_attention_heads": field_of(config, "num_attention_heads") or 1,
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+    }
+    shape = model_shape({**config.to_dict(), **sizes})
     return replace(shape.decoder, layers=len(own_layers(module)))
 
 
