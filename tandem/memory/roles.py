@@ -104,6 +104,7 @@ class Held:
             head=self.head,
             lora_rank=self.model.lora_rank if self.optim else 0,
             trained=self.optim is not None,
+            shards=self.shards,
         )
 
     @property

@@ -56,6 +56,7 @@ class Gathered:
         head: bool = True,
         lora_rank: int = 0,
         trained: bool = True,
+        shards: int = 1,
     ) -> Gathered:
         """Compute the parameter counts on one rank from the shape of a model.
 
@@ -71,6 +72,8 @@ class Gathered:
             lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
                 trained.
             trained: whether the model is trained.
+            shards: number of ranks over which each parameter is sharded. FSDP shards the experts of a layer
+                as one tensor, and pads their number to a multiple of the ranks.
         """
         own = shape.decoder
         embedding = shape.embedding / tensor
@@ -79,7 +82,8 @@ class Gathered:
             root += 0 if head and shape.tied else embedding
         wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate
         adapters = lora_rank * (wide / tensor + 7 * own.hidden)
-        layer = shape.layer / tensor + shape.layer_norms + adapters
+        padding = -own.experts.number % shards * 3 * own.hidden * own.experts.width
+        layer = shape.layer / tensor + shape.layer_norms + padding + adapters
         learns = adapters if lora_rank else layer
         return cls(
             layers=-(-own.layers // stages),
