@@ -37,6 +37,7 @@ class Gathered:
         head: parameters of the output embedding, included in r; 0 if there is none.
         trained_layer: trained parameters of each layer.
         trained_root: trained parameters of the root unit.
+        padding: the part of `trained_layer` that is padding. Gradients that are not sharded have none.
     """
 
     layers: int
@@ -45,6 +46,7 @@ class Gathered:
     head: float
     trained_layer: float
     trained_root: float
+    padding: float = 0.0
 
     @classmethod
     def of(
@@ -72,8 +74,7 @@ class Gathered:
             lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
                 trained.
             trained: whether the model is trained.
-            shards: number of ranks over which each parameter is sharded. FSDP shards the experts of a layer
-                as one tensor, and pads their number to a multiple of the ranks.
+            shards: number of ranks over which each parameter is sharded. FSDP pads experts to as many.
         """
         own = shape.decoder
         embedding = shape.embedding / tensor
@@ -92,6 +93,7 @@ class Gathered:
             head=embedding if head else 0.0,
             trained_layer=learns if trained else 0.0,
             trained_root=root if trained and not lora_rank else 0.0,
+            padding=0.0 if lora_rank else padding,
         )
 
     @property
@@ -256,7 +258,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     activations = around + way.setup.held * on_device * kept
     summed = 0.0
     if way.micro_batches > 1:
-        summed = m * own.trained / (1 if way.sums else way.shards)
+        summed = m * (own.trained - layers * own.padding if way.sums else own.trained / way.shards)
     head_gradient = c * own.head if own.trained_root else 0.0
     last = tokens * (norm_bytes(decoder, way.setup, features) + c * features)
     held = r if way.resharding else r + layers * w
@@ -291,28 +293,25 @@ def _last_moments(
     the part of `single` that is outside all layers. `head_gradient` are the bytes of the head's gradient.
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
-    w, r = c * own.layer, c * own.root
-    reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
+    w, r = c * own.layer if way.resharding else 0.0, c * own.root
+    reducing = m * own.trained_layer * min(1, layers - 1)
     of_root, tied = c * own.trained_root, own.root < 1.5 * own.head
-    layers_summed = m * layers * own.trained_layer
-    shard = layers_summed / way.shards  # the shard of the reduced gradients
-    if way.micro_batches > 1:
+    of_ends = of_root + (head_gradient if tied else 0.0) * 2
+    layers_summed = m * layers * (own.trained_layer - own.padding)
+    shard = m * layers * own.trained_layer / way.shards  # the shard of the reduced gradients
+    if way.micro_batches > 1 and not way.sums:
         shard = m * (own.trained + own.trained_layer) / way.shards
     if way.sums:
         whole, earlier = c * own.whole, m * own.trained_root if way.micro_batches > 2 else 0.0
         summed_so_far = layers_summed + earlier + head_gradient
         yield Moment("first layer, backward", whole, summed_so_far, single, 0.0)
-        at_embedding = layers_summed + earlier + of_root + (head_gradient if tied else 0.0) * 2
-        yield Moment("embedding, backward", whole, at_embedding, around, 0.0)
+        yield Moment("embedding, backward", whole, layers_summed + earlier + of_ends, around, 0.0)
         matrix = of_root if tied or not own.head else head_gradient
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
-        reduced, shard = 2 * m * own.trained_root, layers_summed / way.shards
+        reduced = 2 * m * own.trained_root
     else:
-        gathered = r + (w if way.resharding else 0.0)
-        gradients = shard + head_gradient + reducing
-        yield Moment("first layer, backward", gathered, gradients, single, 0.0)
-        at_embedding = shard + reducing + (of_root + (head_gradient if tied else 0.0) * 2)
-        yield Moment("embedding, backward", r, at_embedding, around, 0.0)
+        yield Moment("first layer, backward", r + w, shard + head_gradient + reducing, single, 0.0)
+        yield Moment("embedding, backward", r, shard + reducing + of_ends, around, 0.0)
         copied = m * own.trained_root + (0.0 if tied else head_gradient)
         reduced = m * own.trained_root + (copied if way.shards == 1 else of_root)
     yield Moment("root, reduction", 0.0, shard + reduced, around, 0.0)
@@ -327,8 +326,8 @@ def _inside(decoder: Decoder, way: Way) -> float:
     """Return the peak bytes per token inside a layer's forward pass.
 
     This is the larger of two sums. First: embeddings, layer input, attention output and its norm, with
-    activated gate, up and their product (also the adapter's term of up, or the joined gate). Second:
-    embeddings, layer input and attention output, with the norm's fp32 input and its square.
+    activated gate, up and their product (also the adapter's term of up, or the joined gate). Second: the
+    first three, with the norm's fp32 input and its square.
     """
     c, features = way.setup.itemsize, decoder.hidden
     wide = 4 if way.setup.lora_rank or decoder.joined else 3
@@ -340,15 +339,14 @@ def _inside(decoder: Decoder, way: Way) -> float:
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
     """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
-    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix.
-    Experts have one matrix for gate and up. In the norm before the MLP, the MLP's activations are freed.
-    There are four gradients of the hidden states in fp32, one in the compute dtype, and the gradients of the
-    MLP's matrices.
+    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix, or
+    two joined ones of experts. In the norm before the MLP, the MLP's activations are freed. There are four
+    gradients of the hidden states in fp32, one in the compute dtype, and the gradients of the MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
     inner, experts = decoder.inner(t), decoder.experts
     stored = decoder.dense / t + experts.number * experts.width
-    matrix = c * features * stored if own.trained_layer == own.layer else 0.0
+    matrix = c * features * stored if own.trained_layer > own.layer / 2 else 0.0
     mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     states = 3 * c * features if way.setup.fused else 18 * features
     return max(mlp, tokens * (states - 4 * c * inner) + 3 * matrix)
