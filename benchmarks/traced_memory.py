@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,9 +31,10 @@ from tandem.models.attention_kernels import torch_varlen
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.heads import tiled
 from tandem.models.lora import add_adapters, train_adapters_alone
-from tandem.models.packing import PackedInputs, pack
+from tandem.models.packing import PackedInputs, Packing, pack
 from tandem.models.parallel import Grid, shard
 from tandem.models.policy import PolicyModel
+from tandem.models.rectangles import Scores
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.models.tensor_group import TensorGroup
 from tandem.models.tensor_parallel import parallelize
@@ -128,7 +129,11 @@ def as_on_a_gpu() -> Iterator[None]:
         with unset_fake_temporarily():
             return kept[2](*args)
 
-    attention.rectangular, tiled.TILE_BYTES["cpu"] = torch_varlen.attend, tiled.TILE_BYTES["cuda"]
+    def attend(rows: list[Tensor], packing: Packing, scores: Scores) -> Tensor:
+        known = torch_varlen.takes(scores)
+        return torch_varlen.attend(rows, packing, scores) if known else kept[0](rows, packing, scores)
+
+    attention.rectangular, tiled.TILE_BYTES["cpu"] = attend, tiled.TILE_BYTES["cuda"]
     DeviceMesh._concatenate = real
     try:
         yield
@@ -145,6 +150,8 @@ def traced(case: Case) -> dict[str, dict[str, int]]:
         split = SequenceSplit.of(grid.work["sequence"], meter)
         sequences = Ragged.from_list([torch.zeros(n + 1, dtype=torch.int64) for n in case.lengths])
         inputs = [pack(sequences, None, device=CPU, split=split, whole=False) for _ in range(case.micro)]
+        for one in inputs:
+            one.packing.chunked(case.model.get("attention_chunk_size") or sum(case.lengths))
         with as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             return _run(case, grid, meter, [_faked(one, fake) for one in inputs])
     finally:
@@ -152,10 +159,11 @@ def traced(case: Case) -> dict[str, dict[str, int]]:
 
 
 def _faked(inputs: PackedInputs, fake: FakeTensorMode) -> PackedInputs:
-    for name in ("position_ids", "cu_seqlens", "places"):
-        value = getattr(inputs.packing, name)
-        if value is not None:
-            setattr(inputs.packing, name, fake.from_tensor(value))
+    for packing in (inputs.packing, *inputs.packing._chunked.values()):
+        for name in ("position_ids", "cu_seqlens", "places"):
+            value = getattr(packing, name)
+            if value is not None:
+                setattr(packing, name, fake.from_tensor(value))
     names = ("input_ids", "sources", "targets", "places")
     return replace(inputs, **{name: fake.from_tensor(getattr(inputs, name)) for name in names})
 

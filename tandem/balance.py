@@ -106,18 +106,44 @@ def within_budget(weights: Sequence[int], budget: int, at_least: int = 1) -> lis
     Raises:
         ConfigError: a single item is heavier than the budget.
     """
+    _check_budget(weights, budget)
     if not weights:
         return []
-    if max(weights) > budget:
-        raise ConfigError(
-            "a single sequence exceeds the token budget",
-            got=f"{max(weights)} tokens",
-            expected=f"<= {budget}",
-            remedy="raise the *max_token_len_per_gpu key, or shorten prompts and responses",
-        )
     parts = max(at_least, -(-sum(weights) // budget))
     while True:
         sets = partition(weights, parts)
         if max(sum(weights[item] for item in items) for items in sets) <= budget:
             return [items for items in sets if items]
         parts += 1
+
+
+def within_padded_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
+    """Divide items into sets of similar weight, where each item costs as much as the heaviest of its set.
+
+    Args:
+        weights: one number >= 0 per item.
+        budget: largest cost of a set: its heaviest weight times the number of its items.
+
+    Returns:
+        For each set, the indices of its items, heaviest first. Without items, the result is [].
+
+    Raises:
+        ConfigError: a single item is heavier than the budget.
+    """
+    _check_budget(weights, budget)
+    sets: list[list[int]] = []
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        if not sets or (len(sets[-1]) + 1) * weights[sets[-1][0]] > budget:
+            sets.append([])
+        sets[-1].append(item)
+    return sets
+
+
+def _check_budget(weights: Sequence[int], budget: int) -> None:
+    if max(weights, default=0) > budget:
+        raise ConfigError(
+            "a single sequence exceeds the token budget",
+            got=f"{max(weights)} tokens",
+            expected=f"<= {budget}",
+            remedy="raise the *max_token_len_per_gpu key, or shorten prompts and responses",
+        )

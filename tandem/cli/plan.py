@@ -175,12 +175,21 @@ def _devices(options: Mapping[str, str]) -> tuple[list[str], float | None, str |
     return [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={count // nodes}"], size, kind
 
 
+def _short(number: int) -> str:
+    """Return a number with three digits and B, M or k."""
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return f"{number / 1e3:.1f}k"
+
+
 def _print(config: TrainConfig, made: Plan, found: list[Lever]) -> None:
     policy = config.actor_rollout_ref
     shape = shape_of(policy.model.path)
+    count = config.trainer.world_size
     print(
-        f"{given_name(policy.model.path)}: {shape.parameters / 1e9:.2f}B parameters, "
-        f"{config.trainer.world_size} devices of {gib(made.device)}"
+        f"{given_name(policy.model.path)}: {_short(shape.parameters)} parameters, "
+        f"{count} device{'s' if count > 1 else ''} of {gib(made.device)}"
     )
     print(f"\n{'phase':<16} {'GiB':>7}  {'of the device':<{_BAR + 2}}  largest parts")
     for phase in made.phases:

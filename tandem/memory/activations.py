@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Recomputed = Literal["none", "ops", "full"]
 """What the backward pass recomputes: nothing; all except matrix products and attention; whole layers."""
@@ -20,17 +20,42 @@ _ADAPTED = 7  # number of linear layers in a decoder layer
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The routed experts of a layer.
+
+    Attributes:
+        number: number of experts.
+        routed: number of experts that compute a token.
+        width: I of one expert.
+    """
+
+    number: int = 0
+    routed: int = 0
+    width: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """The shape of a decoder with equal layers, as in transformers' Llama, Mistral, Qwen2 and Qwen3.
+    """The shape of a decoder with equal layers, as transformers computes them.
 
     Attributes:
         layers: number of layers; with pipeline parallelism, the layers of one stage.
         hidden: D.
-        intermediate: I.
+        intermediate: I. With experts, the total width of those that compute a token.
         heads: H.
         key_heads: K.
         head_width: d.
-        head_norms: whether queries and keys are normalized per head, as in Qwen3.
+        head_norms: whether queries and keys are normalized, as in Qwen3.
+        norms: number of other norms of a layer. With one, attention and MLP read the same input.
+        norm_copies: number of fp32 tensors that a norm keeps beside the root mean square, without its
+            normalized input; 0: the normalized input has the compute dtype, as in Llama.
+        joined: whether queries, keys and values are one matrix product, so that values keep its whole output;
+            and gate and up are one too.
+        gates: number of tensors as wide as I that the gated MLP keeps.
+        experts: the routed experts.
+        whole: whether ranks that split the layers each compute all heads, after a gather.
+        scored: whether attention writes its scores, because it has sinks or a soft cap.
+        capped: whether the logits have a soft cap.
     """
 
     layers: int
@@ -40,6 +65,47 @@ class Decoder:
     key_heads: int
     head_width: int
     head_norms: bool = False
+    norms: int = 2
+    norm_copies: int = 0
+    joined: bool = False
+    gates: int = 4
+    experts: Experts = Experts()
+    whole: bool = False
+    scored: bool = False
+    capped: bool = False
+
+    @property
+    def dense(self) -> int:
+        """The part of I that is not in routed experts."""
+        return self.intermediate - self.experts.routed * self.experts.width
+
+    def inner(self, tensor: int) -> float:
+        """Return I on one of `tensor` ranks. Routed experts, and a joined gate and up, are whole on each."""
+        return self.dense / (1 if self.joined else tensor) + self.intermediate - self.dense
+
+
+class LayerBytes(NamedTuple):
+    """The bytes of one layer's activations, per token or for a micro-batch.
+
+    Attributes:
+        input: the layer's input.
+        saved: all tensors that operators save for the backward pass.
+        products: the outputs of the operators that the mode "ops" keeps.
+        both: the part of `products` that operators save anyway.
+    """
+
+    input: float
+    saved: float
+    products: float
+    both: float
+
+    def kept(self, mode: Recomputed) -> float:
+        """Return the bytes that the layer keeps from its forward pass to its backward pass."""
+        return {"none": self.saved, "ops": self.input + self.products, "full": self.input}[mode]
+
+    def again(self, mode: Recomputed) -> float:
+        """Return the bytes that the layer's backward pass recomputes, in addition to `kept`."""
+        return {"none": 0.0, "ops": self.saved - self.both, "full": self.saved}[mode]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +119,9 @@ class Setup:
         lora_rank: rank of the adapters on all linear layers, with frozen weights; 0: the weights are
             trained.
         fused: whether norms and gated layers are fused kernels, such as Liger's.
-        rectangles: whether attention runs over padded copies of the sequences (rectangles), as on a CPU.
-        padding: padded entries of these copies per token.
-        scores: number of stored attention scores per token and head, averaged over tokens; 0: no scores are
-            stored.
         offloaded: whether activations are offloaded to the host between forward and backward pass.
         held: number of micro-batches whose activations a pipeline stage keeps at the same time.
+        measured: the bytes per token of a layer, if they were measured; None: they are computed.
     """
 
     itemsize: int
@@ -66,81 +129,66 @@ class Setup:
     sequence: int = 1
     lora_rank: int = 0
     fused: bool = False
-    rectangles: bool = False
-    padding: float = 1.0
-    scores: float = 0.0
     offloaded: bool = False
     held: int = 1
+    measured: LayerBytes | None = None
 
 
-def kept_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Return the bytes per token that one layer keeps for its backward pass.
+def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
+    """Return the bytes per token of one layer's activations.
 
     These are the tensors that the operators save. A tensor that several operators save is counted once:
 
     - A norm computes in fp32. It keeps its input in fp32, 4D (no copy if the input is fp32); if the weight is
-      trained, the normalized input, c D; its output, c D, for the linear layers after it; and 4 for the root
-      mean square. A layer has two norms. A fused norm keeps its unconverted input, c D, and its output.
-    - Qwen3's head norms keep the same tensors for queries and keys, (H + K) d features, except the output,
-      which the rotary embedding does not need.
+      trained, the normalized input, c D or 4D; and 4 for the root mean square. A layer norm also keeps the
+      difference to the mean twice. A fused norm keeps only its unconverted input, c D.
+    - The norms of queries and keys keep the same tensors for (H + K) d features.
+    - The inputs of the linear layers of attention and of the MLP, c D each.
     - Attention: queries and output, 2c H d; keys and values, 2c K d; and the log of the normalizer, 4H. The
-      rotary embedding keeps only tensors that all layers share. With rectangles, padded copies are kept in
-      addition to the originals, and the output is copied out of them. With Ulysses, the output is kept twice,
+      rotary embedding keeps only tensors that all layers share. With Ulysses, the output is kept twice,
       before and after the exchange, and keys and values are repeated until there are as many heads as ranks.
-    - Stored attention scores: c H times the number of scores per token and head.
     - The gated MLP: gate, activated gate, up and their product, 4c I. A fused MLP recomputes the activated
-      gate.
+      gate. With experts, I is the total width of the experts that compute a token, and each of them keeps its
+      input and its output, 2c D.
     - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
 
-    Tensor parallelism splits H, K and I, but not D. Compiled layers keep less, because the compiler
-    recomputes cheap operations. For compiled layers the result is an upper bound.
+    Tensor parallelism splits H, K and I, but not D and not routed experts. Compiled layers keep less, because
+    the compiler recomputes cheap operations. For compiled layers the result is an upper bound.
 
-    With "ops" a layer keeps its input, c D; the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or
-    twice as much with adapters, whose outputs have the same size; and the output of attention. With "full" a
-    layer keeps only its input.
+    With "ops" a layer keeps the outputs of its linear layers, c (2D + (H + 2K) d + 2I), or twice as much with
+    adapters, whose outputs have the same size; and the output of attention. The outputs of gate, up and
+    attention, and the values, are saved anyway. The outputs of routed experts, and of attention that writes
+    its scores, are not kept.
     """
+    if setup.measured is not None:
+        return setup.measured
     c, features = setup.itemsize, decoder.hidden
-    heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
-    gated = decoder.intermediate / setup.tensor
+    split = 1 if decoder.whole else setup.tensor
+    heads, key_heads = decoder.heads / split, decoder.key_heads / split
+    gated, dense = decoder.inner(setup.tensor), decoder.dense / setup.tensor
     query, keys = heads * decoder.head_width, key_heads * decoder.head_width
     attended = c * query + 4 * heads
-    if mode == "full":
-        return c * features
-    if mode == "ops":
-        outputs = c * (2 * features + query + 2 * keys + 2 * gated)
-        few = _ADAPTED * c * setup.lora_rank
-        return c * features + outputs * (2 if setup.lora_rank else 1) + few + setup.padding * attended
-    norms = 2 * (norm_bytes(setup, features) + c * features)
+    few = _ADAPTED * c * setup.lora_rank
+    outputs = c * ((2 if dense else 1) * features + query + 2 * keys + 2 * dense)
+    by_kernel = 0 if decoder.scored else attended
+    products = outputs * (2 if setup.lora_rank else 1) + few + by_kernel
+    norms = decoder.norms * norm_bytes(decoder, setup, features) + min(2, decoder.norms) * c * features
     if decoder.head_norms:
-        norms += norm_bytes(setup, query) + norm_bytes(setup, keys) + 4 * (heads + key_heads)
+        norms += norm_bytes(decoder, setup, query + keys) + 4 * (heads + key_heads)
     wide = _exchanged(key_heads, heads, setup.sequence) * decoder.head_width
-    inputs, copies = c * (query + 2 * wide), setup.rectangles + (setup.sequence > 1)
-    attention = setup.padding * (attended + inputs + c * heads * setup.scores)
-    attention += setup.rectangles * inputs + copies * c * query
-    mlp = (3 if setup.fused else 4) * c * gated
-    return norms + attention + mlp + _ADAPTED * c * setup.lora_rank
+    attention = attended + c * (query + 2 * wide) + (setup.sequence > 1) * c * query
+    attention += decoder.joined * c * (query + keys)
+    mlp = (decoder.gates - setup.fused) * c * gated + 2 * decoder.experts.routed * c * features
+    both = c * (2 * dense + keys) + by_kernel
+    return LayerBytes(c * features, norms + attention + mlp + few, products, both)
 
 
-def again_bytes(decoder: Decoder, setup: Setup, mode: Recomputed) -> float:
-    """Return the bytes per token that a layer's backward pass recomputes, in addition to `kept_bytes`.
-
-    With "ops" the outputs of gate, up and attention, and the values, need not be recomputed.
-    """
-    if mode == "none":
-        return 0.0
-    whole = kept_bytes(decoder, setup, "none")
-    if mode == "full":
-        return whole
-    heads, key_heads = decoder.heads / setup.tensor, decoder.key_heads / setup.tensor
-    there = 2 * decoder.intermediate / setup.tensor + (heads + key_heads) * decoder.head_width
-    return whole - setup.itemsize * there - 4 * heads
-
-
-def norm_bytes(setup: Setup, features: float) -> float:
+def norm_bytes(decoder: Decoder, setup: Setup, features: float) -> float:
     """Return the bytes per token that a norm keeps for its input of `features` features."""
     if setup.fused:
         return setup.itemsize * features + 4
-    return (4 + (0 if setup.lora_rank else setup.itemsize)) * features + 4
+    normalized = 0 if setup.lora_rank else 4 if decoder.norm_copies else setup.itemsize
+    return (4 * max(1, decoder.norm_copies) + normalized) * features + 4
 
 
 def _exchanged(key_heads: float, heads: float, ranks: int) -> float:

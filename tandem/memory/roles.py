@@ -104,6 +104,7 @@ class Held:
             head=self.head,
             lora_rank=self.model.lora_rank if self.optim else 0,
             trained=self.optim is not None,
+            shards=self.shards,
         )
 
     @property
@@ -220,7 +221,7 @@ class Held:
         if not self.model.enable_gradient_checkpointing:
             return needs("none"), "none"
         if self.model.recomputes_by_memory:
-            if self.model.enable_activation_offload or self.shape.kind not in PLAIN_DECODERS:
+            if self.model.enable_activation_offload:
                 return needs("full"), "full"
             modes: tuple[Recomputed, ...] = FASTEST_FIRST
             if self.fsdp.use_torch_compile:

@@ -34,7 +34,7 @@ from tandem.config.model import BackboneConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_SQUARES
-from tandem.memory.activations import Setup, kept_bytes
+from tandem.memory.activations import Setup, layer_bytes
 from tandem.memory.shapes import ModelShape
 
 Factors = Mapping[str, Sequence[float]]
@@ -231,7 +231,8 @@ def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneC
     micro = batch.micro_batches(section.train_batching, devices // split, minis)
     once = batch.forward(section.train_batching, fsdp, devices)
     head = 2 * shape.embedding * float(batch.responses.sum()) / devices
-    kept = kept_bytes(d, Setup(batch.item), "full" if again else "none") * d.layers * batch.tokens / devices
+    each = layer_bytes(d, Setup(batch.item)).kept("full" if again else "none")
+    kept = each * d.layers * batch.tokens / devices
     query, keys = d.heads * d.head_width, d.key_heads * d.head_width
     adapters = d.layers * model.lora_rank * (7 * d.hidden + 2 * (query + keys) + 3 * d.intermediate)
     learning = adapters or shape.matrices + shape.embedding

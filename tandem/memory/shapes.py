@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.config.changed_models import stored_config
 from tandem.errors import ConfigError
-from tandem.memory.activations import Decoder
+from tandem.memory.activations import Decoder, Experts
 
 _KEYS = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -60,6 +60,18 @@ _TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose embeddings are t
 _WINDOWS = {"gemma2": {"sliding_window": 4096}, "gemma3_text": {"sliding_window": 512}}  # of published models
 _FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}  # each such layer has no window, if no other file says so
 
+_LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_norms": True},
+    "qwen3_moe": {"head_norms": True},
+    "gemma2": {"norms": 4, "norm_copies": 1, "scored": True},
+    "gemma3_text": {"norms": 4, "norm_copies": 1, "head_norms": True},
+    "olmo3": {"norm_copies": 1, "head_norms": True, "whole": True},
+    "cohere2": {"norms": 1, "norm_copies": 2},
+    "phi3": {"joined": True, "whole": True},
+    "gpt_oss": {"norm_copies": 1, "gates": 7, "scored": True},
+}
+"""A dict from model_type to the fields of `Decoder` that differ from Llama's."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -72,8 +84,8 @@ class ModelShape:
         vocabulary: number of vocabulary entries.
         tied: whether embedding and head are the same matrix.
         layer: number of parameters in a layer's matrices and biases, which tensor parallelism splits.
-        layer_norms: number of parameters in a layer's norms and router, which tensor parallelism does not
-            split.
+        layer_norms: number of parameters in a layer's norms, router and routed experts, which tensor
+            parallelism does not split.
         windows: for each layer, how many of the last tokens it needs; 0: all tokens.
     """
 
@@ -176,8 +188,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     For a multimodal model, this is the shape of its text model. Symbols: D hidden features, H heads and K key
     heads of d features each, I features of the MLP. Each layer has: queries and output 2 D H d; keys and
     values 2 D K d; gate, up and down 3 D I; biases (H + 2K) d in Qwen2, or for all linear layers if the
-    config sets them; norms 2 D, or 4 D in Gemma 2 and 3; and head norms 2 d in Qwen3 and Gemma 3. With E
-    experts, each expert has 3 D I parameters, and the router D E.
+    config sets them; norms D each; and head norms 2 d in Qwen3 and Gemma 3, or (H + K) d in OLMo 3. With E
+    experts, each expert has 3 D I parameters, and the router D E. gpt-oss has biases everywhere and sinks.
 
     Raises:
         ConfigError: a size is missing in config.json.
@@ -199,16 +211,21 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     experts = text.get("num_experts") or text.get("num_local_experts") or 0
     if experts:
         inner = text.get("moe_intermediate_size") or inner
-    per_head = kind.startswith(("qwen3", "gemma3"))
+    llama4 = kind == "llama4_text"  # all its experts compute all tokens, and one more is shared
+    routed = experts if llama4 else min(experts, text.get("num_experts_per_tok") or 1)
     query, keys = heads * width, key_heads * width
-    layer = 2 * hidden * (query + keys) + 3 * hidden * inner * max(1, experts)
-    biased = text.get("attention_bias", kind.startswith("qwen2"))
+    layer = 2 * hidden * (query + keys) + 3 * hidden * inner * (llama4 or not experts)
+    biased = text.get("attention_bias", kind.startswith(("qwen2", "gpt_oss")))
     layer += (query + 2 * keys) if biased else 0
-    layer += hidden if biased and kind == "llama" else 0
+    layer += hidden if biased and kind in ("llama", "gpt_oss") else 0
     layer += 2 * inner + hidden if text.get("mlp_bias") else 0
-    norms = 4 if kind in ("gemma2", "gemma3_text") else 2
-    active = inner * (text.get("num_experts_per_tok") or 1) if experts else inner
-    decoder = Decoder(layers, hidden, active, heads, key_heads, width, head_norms=per_head)
-    small = norms * hidden + (2 * width if per_head else 0) + hidden * experts
+    own = dict(_LAYERS.get(kind, {}))
+    active = inner * (max(1, routed) + llama4)
+    own |= {"experts": Experts(experts, routed, inner)} if experts else {}
+    capped = bool(text.get("final_logit_softcapping", kind == "gemma2"))
+    decoder = Decoder(layers, hidden, active, heads, key_heads, width, capped=capped, **own)
+    small = decoder.norms * hidden + experts * hidden * (3 * inner + 1)
+    small += heads + experts * (2 * inner + hidden + 1) if kind == "gpt_oss" else 0
+    small += ((query + keys) if kind == "olmo3" else 2 * width) if decoder.head_norms else 0
     tied = bool(text.get("tie_word_embeddings", kind in _TIED))
     return ModelShape(kind, decoder, text["vocab_size"], tied, layer, small, layer_windows(text))

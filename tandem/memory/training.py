@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.memory.activations import Decoder, Recomputed, Setup, again_bytes, kept_bytes, norm_bytes
+from tandem.memory.activations import Decoder, Recomputed, Setup, layer_bytes, norm_bytes
 from tandem.memory.shapes import ModelShape
 
 TILE = 256 << 20
@@ -37,6 +37,7 @@ class Gathered:
         head: parameters of the output embedding, included in r; 0 if there is none.
         trained_layer: trained parameters of each layer.
         trained_root: trained parameters of the root unit.
+        padding: the part of `trained_layer` that is padding. Gradients that are not sharded have none.
     """
 
     layers: int
@@ -45,6 +46,7 @@ class Gathered:
     head: float
     trained_layer: float
     trained_root: float
+    padding: float = 0.0
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class Gathered:
         head: bool = True,
         lora_rank: int = 0,
         trained: bool = True,
+        shards: int = 1,
     ) -> Gathered:
         """Compute the parameter counts on one rank from the shape of a model.
 
@@ -71,6 +74,7 @@ class Gathered:
             lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
                 trained.
             trained: whether the model is trained.
+            shards: number of ranks over which each parameter is sharded. FSDP pads experts to as many.
         """
         own = shape.decoder
         embedding = shape.embedding / tensor
@@ -79,7 +83,8 @@ class Gathered:
             root += 0 if head and shape.tied else embedding
         wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate
         adapters = lora_rank * (wide / tensor + 7 * own.hidden)
-        layer = shape.layer / tensor + shape.layer_norms + adapters
+        padding = -own.experts.number % shards * 3 * own.hidden * own.experts.width
+        layer = shape.layer / tensor + shape.layer_norms + padding + adapters
         learns = adapters if lora_rank else layer
         return cls(
             layers=-(-own.layers // stages),
@@ -88,6 +93,7 @@ class Gathered:
             head=embedding if head else 0.0,
             trained_layer=learns if trained else 0.0,
             trained_root=root if trained and not lora_rank else 0.0,
+            padding=0.0 if lora_rank else padding,
         )
 
     @property
@@ -246,17 +252,15 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
     w, r, layers = c * own.layer, c * own.root, own.layers
     around = tokens * _around(decoder, c)
-    kept = tokens * (
-        way.share * kept_bytes(decoder, way.setup, way.mode)
-        + (1 - way.share) * kept_bytes(decoder, way.setup, "none")
-    )
+    each = layer_bytes(decoder, way.setup)
+    kept = tokens * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved)
     on_device = min(layers, 2) if way.setup.offloaded else layers
     activations = around + way.setup.held * on_device * kept
     summed = 0.0
     if way.micro_batches > 1:
-        summed = m * own.trained / (1 if way.sums else way.shards)
+        summed = m * (own.trained - layers * own.padding if way.sums else own.trained / way.shards)
     head_gradient = c * own.head if own.trained_root else 0.0
-    last = tokens * (norm_bytes(way.setup, features) + c * features)
+    last = tokens * (norm_bytes(decoder, way.setup, features) + c * features)
     held = r if way.resharding else r + layers * w
     left = {"earlier": activations - around - kept, "last": kept, "gradients": 0.0 if way.sums else summed}
     yield from forward_moments(own, decoder, way, tokens, **left)
@@ -264,8 +268,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     before = w if layers > 1 and way.resharding else 0.0
     first = held + before
     yield Moment("head, backward", first, summed, activations + last, tiles + head_gradient)
-    again = tokens * again_bytes(decoder, way.setup, way.mode)
-    norm = tokens * (norm_bytes(way.setup, features) + (3 * c if way.setup.fused else 20) * features)
+    again = tokens * each.again(way.mode)
+    norm = tokens * (norm_bytes(decoder, way.setup, features) + (3 * c if way.setup.fused else 20) * features)
     yield Moment("last norm, backward", first, summed + head_gradient, activations + norm, 0.0)
     layer = again + _inside_backward(own, decoder, way, tokens)
     held_layer = held + (w if way.resharding else 0.0) + before
@@ -289,26 +293,25 @@ def _last_moments(
     the part of `single` that is outside all layers. `head_gradient` are the bytes of the head's gradient.
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
-    w, r = c * own.layer, c * own.root
-    reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
+    w, r = c * own.layer if way.resharding else 0.0, c * own.root
+    reducing = m * own.trained_layer * min(1, layers - 1)
     of_root, tied = c * own.trained_root, own.root < 1.5 * own.head
-    layers_summed = m * layers * own.trained_layer
-    shard = layers_summed / way.shards  # the shard of the reduced gradients
-    if way.micro_batches > 1:
+    of_ends = of_root + (head_gradient if tied else 0.0) * 2
+    layers_summed = m * layers * (own.trained_layer - own.padding)
+    shard = m * layers * own.trained_layer / way.shards  # the shard of the reduced gradients
+    if way.micro_batches > 1 and not way.sums:
         shard = m * (own.trained + own.trained_layer) / way.shards
     if way.sums:
         whole, earlier = c * own.whole, m * own.trained_root if way.micro_batches > 2 else 0.0
         summed_so_far = layers_summed + earlier + head_gradient
         yield Moment("first layer, backward", whole, summed_so_far, single, 0.0)
+        yield Moment("embedding, backward", whole, layers_summed + earlier + of_ends, around, 0.0)
         matrix = of_root if tied or not own.head else head_gradient
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
-        reduced, shard = 2 * m * own.trained_root, layers_summed / way.shards
+        reduced = 2 * m * own.trained_root
     else:
-        gathered = r + (w if way.resharding else 0.0)
-        gradients = shard + head_gradient + reducing
-        yield Moment("first layer, backward", gathered, gradients, single, 0.0)
-        at_embedding = shard + reducing + (of_root + (head_gradient if tied else 0.0) * 2)
-        yield Moment("embedding, backward", r, at_embedding, around, 0.0)
+        yield Moment("first layer, backward", r + w, shard + head_gradient + reducing, single, 0.0)
+        yield Moment("embedding, backward", r, shard + reducing + of_ends, around, 0.0)
         copied = m * own.trained_root + (0.0 if tied else head_gradient)
         reduced = m * own.trained_root + (copied if way.shards == 1 else of_root)
     yield Moment("root, reduction", 0.0, shard + reduced, around, 0.0)
@@ -323,26 +326,28 @@ def _inside(decoder: Decoder, way: Way) -> float:
     """Return the peak bytes per token inside a layer's forward pass.
 
     This is the larger of two sums. First: embeddings, layer input, attention output and its norm, with
-    activated gate, up and their product (with adapters, also the adapter's term of up). Second: embeddings,
-    layer input and attention output, with the norm's fp32 input and its square.
+    activated gate, up and their product (also the adapter's term of up, or the joined gate). Second: the
+    first three, with the norm's fp32 input and its square.
     """
     c, features = way.setup.itemsize, decoder.hidden
-    wide = 4 if way.setup.lora_rank else 3
-    mlp = 4 * c * features + wide * c * decoder.intermediate / way.setup.tensor
+    wide = 4 if way.setup.lora_rank or decoder.joined else 3
+    mlp = 4 * c * features + wide * c * decoder.inner(way.setup.tensor)
+    mlp += 2 * decoder.experts.routed * c * features
     return max(mlp, 0 if way.setup.fused else (3 * c + 8) * features)
 
 
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
     """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
-    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix. In
-    the norm before the MLP, the MLP's activations are freed. There are four gradients of the hidden states in
-    fp32, one in the compute dtype, and the gradients of the MLP's matrices.
+    In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix, or
+    two joined ones of experts. In the norm before the MLP, the MLP's activations are freed. There are four
+    gradients of the hidden states in fp32, one in the compute dtype, and the gradients of the MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
-    inner = decoder.intermediate / t
-    matrix = c * features * inner if own.trained_layer == own.layer else 0.0
-    mlp = tokens * (2 * c * inner + c * features) + matrix
+    inner, experts = decoder.inner(t), decoder.experts
+    stored = decoder.dense / t + experts.number * experts.width
+    matrix = c * features * stored if own.trained_layer > own.layer / 2 else 0.0
+    mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     states = 3 * c * features if way.setup.fused else 18 * features
     return max(mlp, tokens * (states - 4 * c * inner) + 3 * matrix)
 
@@ -379,7 +384,7 @@ def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) 
 
     Every head has the gradient of the hidden states in fp32. PyTorch's head adds a tile's logits and their
     gradient in fp32, the gradient in the compute dtype, and the previous tile's gradient. Triton's head adds
-    only the last two.
+    only the last two. For logits with a soft cap, PyTorch's head also has the slope of a tile.
     """
     c = way.setup.itemsize
     if way.head == "none":
@@ -392,4 +397,4 @@ def head_backward_bytes(own: Gathered, decoder: Decoder, way: Way, tokens: int) 
         return states + tile * (1 + second)
     tile, second = tile_bytes(own, decoder, way, tokens, 4)
     narrow = 0.5 if c < 4 else 0.0
-    return states + tile * max(2 + narrow, narrow + (2 + narrow) * second)
+    return states + tile * (decoder.capped + max(2 + narrow, narrow + (2 + narrow) * second))

@@ -10,7 +10,7 @@ tensors of two layers at a time. The host never waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -250,7 +250,7 @@ class ActivationOffload:
             return forward(*args, **kwargs)
         if index == 0:
             self._end()
-        saved = _Layer(index, frozenset(_outside(layer, kwargs)))
+        saved = _Layer(index, frozenset(outside(layer, kwargs)))
         self._layers.append(saved)
         with saved_tensors_hooks(partial(self._pack, saved), self._unpack):
             out = forward(*args, **kwargs)
@@ -267,7 +267,7 @@ class ActivationOffload:
         return out
 
     def _pack(self, layer: _Layer, tensor: Tensor) -> Tensor | _Handle:
-        part = _part(tensor)
+        part = part_of(tensor)
         storage = part.untyped_storage()
         address, nbytes = storage.data_ptr(), storage.nbytes()
         if tensor.device.type != self._device.type or address in layer.outside:
@@ -314,7 +314,7 @@ class ActivationOffload:
         self._reached = None
 
 
-def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
+def outside(layer: nn.Module, kwargs: Mapping[str, Any]) -> set[int]:
     """Return the addresses of the storages that are not activations of the layer.
 
     Call this inside FSDP's hooks, where the layer's parameters are gathered.
@@ -325,10 +325,10 @@ def _outside(layer: nn.Module, kwargs: dict[str, Any]) -> set[int]:
             shared.append(leaf)
         elif is_packed(leaf):
             shared += leaf.tokens.tensors
-    return {_part(tensor).untyped_storage().data_ptr() for tensor in shared}
+    return {part_of(tensor).untyped_storage().data_ptr() for tensor in shared}
 
 
-def _part(tensor: Tensor) -> Tensor:
+def part_of(tensor: Tensor) -> Tensor:
     """Return the tensor whose storage has the data.
 
     For a DTensor this is the local tensor. For the pending result of a collective it is the finished result.

@@ -7,7 +7,7 @@ recomputation happens after the second gather, so it needs no further gather.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
-from tandem.memory.activations import Recomputed
+from tandem.memory.activations import LayerBytes, Recomputed
 from tandem.models.activation_offload import ActivationOffload, SameStream, SideStream
+from tandem.models.kept import run_and_measure
 
 _LAYERS, _OPS = "gradient_checkpointing_layers", "gradient_checkpointing_ops"
 _KEPT = ("matmul", "attention")
@@ -96,7 +97,7 @@ def manage_activations(layers: Sequence[nn.Module], config: BackboneConfig, devi
 
 
 class Switch:
-    """A switch that sets which layers are recomputed in the backward pass.
+    """A switch that sets which layers are recomputed in the backward pass, and measures what layers keep.
 
     The layers are changed in place. You may set `mode` to another mode between steps. See
     `manage_activations`.
@@ -115,12 +116,35 @@ class Switch:
         self.mode = "full"
         kept = operators(ops)
         selective = partial(create_selective_checkpoint_contexts, kept)
+        self._ops, self._found = kept, list[LayerBytes]()
+        self._measures = self._compiled = False
         self._contexts: dict[str, Any] = {"full": noop_context_fn, "ops": selective}
         for module in layers:
             layer: Any = module
-            layer.forward = partial(self._run, layer.forward)
+            layer.forward = partial(self._run, layer, layer.forward)
 
-    def _run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def measured(self, run: Callable[[], object], *, compiled: bool = False) -> LayerBytes:
+        """Run the layers without gradients and return the bytes that a layer keeps in training, on average.
+
+        This needs the memory of one layer, because each layer's saved tensors are freed after the layer.
+
+        Args:
+            run: a function that runs all layers with gradients turned off.
+            compiled: whether the layers are compiled. Then the mode "ops" is not measured.
+        """
+        self._found, self._measures, self._compiled = [], True, compiled
+        try:
+            run()
+        finally:
+            self._measures = False
+        return LayerBytes(*(sum(sizes) / len(self._found) for sizes in zip(*self._found, strict=True)))
+
+    def _run(self, layer: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._measures:
+            ops = None if self._compiled else self._ops
+            out, found = run_and_measure(layer, forward, ops, args, kwargs)
+            self._found.append(found)
+            return out
         if self.mode == "none" or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(

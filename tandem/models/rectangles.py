@@ -71,18 +71,6 @@ def rectangular(rows: list[Tensor], packing: Packing, scores: Scores) -> Tensor:
     return out if places is None else out.index_select(0, places)
 
 
-def written_scores(packing: Packing, itemsize: int) -> int:
-    """Return the number of scores per head that a CPU materializes and keeps for the backward pass.
-
-    Args:
-        packing: the layout of the sequences.
-        itemsize: bytes per element of the queries.
-    """
-    if itemsize != torch.bfloat16.itemsize:
-        return 0
-    return sum(rows * width**2 for rows, width in packing.rectangles if width <= _DENSE_WIDTH)
-
-
 def _causal(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scores: Scores) -> Tensor:
     T = q_BHTD.shape[2]
     half = q_BHTD.dtype in (torch.bfloat16, torch.float16)

@@ -1,10 +1,13 @@
 """`tandem plan`: its output, refusals and imports."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+
+from tests.support.tiny import make_model
 
 SEVEN = ("actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", "algorithm.adv_estimator=grpo")
 BUDGET = (
@@ -17,6 +20,12 @@ def test_a_run_that_fits(printed):
     out = printed("plan", *SEVEN, *BUDGET, "--devices", "8x80GB")
     assert "7.62B parameters, 8 devices of 80.0 GiB" in out and "GiB free" in out
     assert {line.split("  ")[0] for line in out.splitlines()} >= {"rollout", "old log-probs", "actor update"}
+
+
+def test_a_small_model_is_not_rounded_to_nothing(printed, tmp_path):
+    model = make_model(tmp_path, vocab_size=1000)
+    words = (f"actor_rollout_ref.model.path={model}", *SEVEN[1:], *BUDGET, "--device", "24GB")
+    assert re.search(r": \d{2,3}\.\dk parameters, 1 device of 24.0 GiB", printed("plan", *words))
 
 
 def test_a_run_that_does_not_fit_is_told_what_to_change(typed):

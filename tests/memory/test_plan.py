@@ -1,13 +1,14 @@
 """The plan of a run: byte counts of a config, computed by hand."""
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.config.load import load_train_config
 from tandem.memory.levers import levers, with_value
 from tandem.memory.plan import GIB, plan
 from tandem.memory.shapes import model_shape, published
 from tests.engines.rollout.case import native, request
+from tests.support.marks import slow_but
 from tests.support.words import words
 
 NAME = "Qwen/Qwen2.5-7B"
@@ -99,23 +100,34 @@ def test_the_cache_is_what_its_sequences_need_and_what_the_device_leaves():
     assert any("sequences of 2048 tokens at a time" in note for note in tight.notes)
 
 
-@pytest.mark.parametrize("window", [0, 64, 4096])
-def test_a_sequence_takes_of_the_cache_what_the_engine_gives_it(window):
+_QWEN = {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 4 + ["full_attention"] * 2}
+_CACHED = {
+    "none": ("qwen3", {}, 6, 32),
+    "short": ("qwen3", _QWEN | {"sliding_window": 64}, 2, 32 + 2 * 9),
+    "long": ("qwen3", _QWEN | {"sliding_window": 4096}, 6, 32),
+    "gemma3": ("gemma3_text", {"sliding_window": 64}, 1, 32 + 5 * 9),
+    "gpt-oss": ("gpt_oss", {"sliding_window": 100, "num_local_experts": 4}, 3, 32 + 12),
+    "llama4": ("llama4_text", {"attention_chunk_size": 128, "num_local_experts": 4}, 1, 32 + 5 * 13),
+}
+"""By name: model type, windows, layers of a group, and the blocks of 16 tokens in all groups."""
+
+
+@pytest.mark.parametrize("name", slow_but(("short", "gpt-oss"), _CACHED))
+def test_a_sequence_takes_of_the_cache_what_the_engine_gives_it(name):
     """Here with a prompt of 64 tokens at most, computed at once. The model has 6 layers of 2 heads."""
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2 if window else None
+    kind, windows, layers, blocks = _CACHED[name]
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = Qwen3Config(**sizes, use_sliding_window=bool(window), sliding_window=window, layer_types=kinds)
+    config = AutoConfig.for_model(kind, **sizes, **windows)
     asked = "D.max_prompt_length=64 D.max_response_length=436 R.num_gpu_blocks_override=null R.n=1"
     small = plan(config_of(asked), lambda path: model_shape(config.to_dict()), 80 * GIB)
     [rollout] = [phase for phase in small.phases if phase.name == "rollout"]
-    engine = native(Qwen3ForCausalLM(config).bfloat16(), max_length=500)
+    engine = native(AutoModelForCausalLM.from_config(config).bfloat16(), max_length=500)
     engine.submit([request(prompt=64, max_tokens=436)])
     engine.poll(0.0)
     one = rollout.parts["cache"] - rollout.flexible
     assert one == engine._store.cache.bytes
-    whole = 512 * 6 * 2 * 2 * 16 * 2  # bytes: tokens, layers, keys and values, heads, features, bfloat16
-    assert one == (whole * (32 + 2 * 9) / (3 * 32) if window == 64 else whole)
+    assert one == 16 * blocks * layers * 2 * 2 * 16 * 2  # tokens, layers, keys and values, heads, features
 
 
 def test_vllm_takes_its_share_of_the_whole_device():

@@ -19,6 +19,11 @@ KINDS = {
     "mistral": {},
     "gemma2": {},
     "gemma3_text": {},
+    "olmo3": {},
+    "cohere2": {"tie_word_embeddings": True},
+    "phi3": {"pad_token_id": 0},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "llama4_text": {"num_local_experts": 6, "interleave_moe_layer_step": 1},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 }
 NAMES = {

@@ -7,35 +7,41 @@ MEMORY, PROBE = "docs/memory.md", "docs/before-a-run.md"
 
 
 def plan_memory(file: Any) -> Shown:
-    def errors(held: bool, phase: str, kind: str) -> list[float]:
-        rows = (row for name, row in file["rows"].items() if name.startswith("held out") == held)
-        return [abs(row["errors"][phase][kind]) for row in rows]
+    def group(name: str) -> str:
+        return "held out" if name.startswith("held out") else "windows" if ", window" in name else "designed"
 
-    def totals(held: bool, phase: str) -> tuple[str, str]:
-        known = errors(held, phase, "total")
+    def errors(kind: str, phase: str, part: str) -> list[float]:
+        rows = (row for name, row in file["rows"].items() if group(name) == kind)
+        return [abs(row["errors"][phase][part]) for row in rows]
+
+    def totals(kind: str, phase: str) -> tuple[str, str]:
+        known = errors(kind, phase, "total")
         return f"{median(known):.2%}", f"{max(known):.2%}"
 
-    phases, count = ("log_prob", "update"), [len(errors(held, "update", "total")) for held in (False, True)]
-    for held, name in ((False, "designed"), (True, "held out")):
-        cells = [", ".join(totals(held, phase)) for phase in phases]
-        for kind in ("gathered", "rest"):
-            cells.append(", ".join(f"{max(errors(held, phase, kind)):.0%}" for phase in phases))
-        yield MEMORY, f"| {name} | {count[held]} | {' | '.join(cells)} |"
+    phases, kinds = ("log_prob", "update"), ("designed", "windows", "held out")
+    count = [len(errors(kind, "update", "total")) for kind in kinds]
+    for kind, number in zip(kinds, count, strict=True):
+        cells = [", ".join(totals(kind, phase)) for phase in phases]
+        for part in ("gathered", "rest"):
+            cells.append(", ".join(f"{max(errors(kind, phase, part)):.0%}" for phase in phases))
+        yield MEMORY, f"| {kind} | {number} | {' | '.join(cells)} |"
     parts = [row["errors"][phase] for row in file["rows"].values() for phase in phases]
     off = sum(max(abs(part["gathered"]), abs(part["rest"])) > 0.1 for part in parts)
     yield MEMORY, f"Of the {len(parts)} passes {word(off)} have a part that is off by more than a tenth"
     state = max(abs(part[kind]) for part in parts for kind in ("weights", "optimizer"))
     yield MEMORY, f"Weights and optimizer state are exact to {state:.1%}"
-    drawn = sum(name.startswith("drawn") for name in file["rows"])
+    drawn = sum(name.startswith("drawn,") and group(name) == "designed" for name in file["rows"])
+    again = sum(name.startswith("drawn") for name in file["rows"]) - drawn
     shapes = "configurations of 0.5B to 72B shapes, with memory settings on and off"
-    yield MEMORY, f"{count[0]} {shapes}, and {count[1]}"
+    yield MEMORY, f"{count[0]} {shapes}, {count[1]} with windows, and {count[2]}"
+    yield MEMORY, f"these {again} are among the {count[1]}"
     yield MEMORY, f"these {drawn} are among the {count[0]}"
     most = max(abs(part["total"]) for part in parts)
     yield "README.md", f"within {most:.1%} of traces of the model's own operations"
-    (a, b), (c, d) = (totals(held, "update") for held in (False, True))
+    (a, b), (c, d) = (totals(kind, "update") for kind in kinds[::2])
     designed = f"{a} (median) and {b} (worst) in {count[0]} designed configurations"
-    yield MEASURED, f"total of the update is off by {designed}, {c} and {d} in {count[1]} held-out ones"
-    (a, b), (c, d) = (totals(held, "log_prob") for held in (False, True))
+    yield MEASURED, f"total of the update is off by {designed}, {c} and {d} in {count[2]} held-out ones"
+    (a, b), (c, d) = (totals(kind, "log_prob") for kind in kinds[::2])
     yield MEASURED, f"total of the log-prob pass is off by {a} and {b}, {c} and {d}"
     ranks = span((row["case"]["shards"] * row["case"]["tensor"] for row in file["rows"].values()), "")
     yield MEASURED, f"0.5B to 72B, {ranks} ranks"

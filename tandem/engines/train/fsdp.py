@@ -190,8 +190,9 @@ class FSDPEngine:
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
-        parts = cut_alike(lengths, micro.over(ranks), self._meter, block_tokens=block_tokens, least=stages)
         padded = not self._settings.model.use_remove_padding
+        sizes: Any = {"block_tokens": block_tokens, "least": stages, "padded": padded or self.module.in_rows}
+        parts = cut_alike(lengths, micro.over(ranks), self._meter, **sizes)
         layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
         if stages > 1:
             fill = most_tokens(batch, parts, **layout)
@@ -250,7 +251,7 @@ class FSDPEngine:
         counts = global_counts(batch, self._meter, self._data_group)
         lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
         micro_batches = list(self._micro_batches(batch, loss.columns, micro))
-        self._recomputation.fit(micro_batches, micro)
+        self._recomputation.fit(micro_batches, micro, self._try_forward)
         self._interrupted = True
         try:
             with repeatable(self._fsdp):
@@ -274,6 +275,13 @@ class FSDPEngine:
         metrics.add_mean("grad_norm", grad_norm, 1.0)
         metrics.add_max("lr", lr)
         return metrics
+
+    def _try_forward(self, part: MicroBatch) -> None:
+        """Run a micro-batch without gradients, and drop its outputs."""
+        with torch.no_grad(), self._recomputation.out_of_memory():
+            for _ in self._execution.outputs([part], frozenset()):
+                pass
+        self._reshard()
 
     def _accumulate(
         self, micro_batches: list[MicroBatch], loss: LossFn, counts: Counts

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.balance import within_budget
+from tandem.balance import within_budget, within_padded_budget
 from tandem.device import to_device
 from tandem.engines.train.base import JUDGED, REFERENCE, Counts, MicroBatching
 from tandem.engines.weight_sync import buckets
@@ -53,6 +54,7 @@ def cut_alike(
     *,
     block_tokens: int | None = None,
     least: int = 1,
+    padded: bool = False,
 ) -> list[list[int]]:
     """Split the rows into micro-batches, the same number on every rank. Collective, on the host.
 
@@ -68,15 +70,17 @@ def cut_alike(
         meter: the meter for the collective.
         block_tokens: see `cut`.
         least: the minimum number of micro-batches.
+        padded: see `cut`.
 
     Raises:
         ConfigError: see `cut`.
     """
-    parts = _spread(cut(lengths, micro, block_tokens=block_tokens), lengths, least)
+    way = partial(cut, lengths, micro, block_tokens=block_tokens, padded=padded)
+    parts = _spread(way(), lengths, least)
     most = most_of_ranks(max(least, len(parts)), meter)
     if micro.max_tokens is not None:
         if len(parts) < most:
-            parts = _spread(cut(lengths, micro, block_tokens=block_tokens, at_least=most), lengths, least)
+            parts = _spread(way(at_least=most), lengths, least)
         most = most_of_ranks(max(least, len(parts)), meter)
     return parts + [[] for _ in range(most - len(parts))]
 
@@ -94,7 +98,12 @@ def most_of_ranks(number: int, meter: CollectiveMeter | None = None) -> int:
 
 
 def cut(
-    lengths: Sequence[int], micro: MicroBatching, *, block_tokens: int | None = None, at_least: int = 1
+    lengths: Sequence[int],
+    micro: MicroBatching,
+    *,
+    block_tokens: int | None = None,
+    at_least: int = 1,
+    padded: bool = False,
 ) -> list[list[int]]:
     """Split rows into micro-batches, and return the row indices of each micro-batch.
 
@@ -108,6 +117,8 @@ def cut(
         block_tokens: maximum number of tokens of a micro-batch. Larger micro-batches are split further. A
             single long sequence may still have more tokens. None: no maximum.
         at_least: minimum number of micro-batches with a token budget, if there are enough rows.
+        padded: whether each row of a micro-batch is padded to the longest. The token budget then counts the
+            padding, and rows of similar length are put together.
 
     Raises:
         ConfigError: a single row exceeds the token budget.
@@ -118,7 +129,10 @@ def cut(
         return sorted(rows, key=lambda row: (-lengths[row], row))
 
     if micro.max_tokens is not None:
-        parts = [longest_first(rows) for rows in within_budget(lengths, micro.max_tokens, at_least)]
+        if padded:
+            parts = _spread(within_padded_budget(lengths, micro.max_tokens), lengths, at_least)
+        else:
+            parts = [longest_first(rows) for rows in within_budget(lengths, micro.max_tokens, at_least)]
         parts.sort(key=lambda rows: (-lengths[rows[0]], rows[0]))
     else:
         ordered = longest_first(range(len(lengths)))

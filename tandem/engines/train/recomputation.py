@@ -1,8 +1,8 @@
 """The choice of which activations are recomputed in the backward pass, based on free memory.
 
 The choice is made at the first update. At this time, all other memory of the models is already allocated on
-the device. So the free memory can be measured. The choice is made again if a micro-batch has more tokens than
-the choice was made for.
+the device. So the free memory can be measured. What layers keep is measured too, in a forward pass of a
+micro-batch. The choice is made again if a micro-batch has more tokens than the choice was made for.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from tandem.config.model import PLAIN_DECODERS
 from tandem.device import memory_use
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.division import Division
 from tandem.engines.train.microbatch import MicroBatch, most_of_ranks
 from tandem.engines.train.module import Settings
 from tandem.errors import DeviceMemoryError
-from tandem.memory.activations import FASTEST_FIRST, Recomputed, Setup, fastest_that_fits
+from tandem.memory.activations import FASTEST_FIRST, Decoder, LayerBytes, Recomputed, Setup, fastest_that_fits
 from tandem.memory.host import host_free, host_total
 from tandem.memory.shapes import model_shape
 from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, reduces_each, update_moments, worst
 from tandem.models.activations import Switch
+from tandem.models.architectures import field_of
 from tandem.models.pipeline import own_layers
 from tandem.models.policy import PackedModel
-from tandem.models.rectangles import written_scores
 from tandem.models.tensor_group import local
 
 _FIELD = "gradient_checkpointing_mode"
@@ -77,9 +76,12 @@ class Recomputation:
         asked, total = settings.fsdp.gradient_sync, _total_bytes(self._device)
         self.reduces_each = bool(most_of_ranks(reduces_each(asked, whole, self._shards, total)))
         self._tokens = 0  # the number of tokens for which the choice was made
+        self._layer: LayerBytes | None = None
         self._sentence = ""
 
-    def fit(self, parts: Sequence[MicroBatch], micro: MicroBatching) -> None:
+    def fit(
+        self, parts: Sequence[MicroBatch], micro: MicroBatching, run: Callable[[MicroBatch], object]
+    ) -> None:
         """Choose which activations to recompute, unless an earlier choice covers these micro-batches.
 
         Call this before the micro-batches run. Collective if a choice is made.
@@ -88,6 +90,7 @@ class Recomputation:
             parts: the micro-batches.
             micro: the rule that made the micro-batches. On a GPU, micro-batches with the whole token budget
                 must fit into memory.
+            run: a function that runs a micro-batch without gradients.
         """
         if self._switch is None:
             return
@@ -96,15 +99,14 @@ class Recomputation:
         if tokens <= self._tokens:
             return
         self._tokens = int(tokens * _GROWTH) if budget is None else tokens
-        reason, kind = "", self._module.decoder.config.model_type
-        if kind not in PLAIN_DECODERS:
-            reason = f"the memory that {kind} layers need is not known; set {_FIELD} to change this"
-        elif self._model.enable_activation_offload:
+        if self._model.enable_activation_offload:
             reason = "activations are offloaded to the host, and this way there is least to copy"
-        if reason:
             self._tell(f"recomputation: full, because {reason}")
-        else:
-            self._choose(parts, micro)
+            return
+        largest = max(parts, key=lambda part: len(part.inputs.input_ids))
+        found = self._switch.measured(lambda: run(largest), compiled=self._compiled)
+        self._layer = LayerBytes(*(size / len(largest.inputs.input_ids) for size in found))
+        self._choose(parts, micro)
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:
@@ -173,8 +175,7 @@ class Recomputation:
             entropy=policy,
             tile=CPU_TILE if self._device.type == "cpu" else TILE,
         )
-        shape = model_shape(self._module.decoder.config.to_dict())
-        own, decoder = self._gathered(), replace(shape.decoder, layers=len(own_layers(self._module)))
+        own, decoder = self._gathered(), _decoder(self._module)
         return {
             mode: round(worst(update_moments(own, decoder, replace(way, mode=mode), self._tokens)).total)
             for mode in FASTEST_FIRST
@@ -189,25 +190,17 @@ class Recomputation:
 
     def _setup(self, parts: Sequence[MicroBatch]) -> Setup:
         work, pipeline = self._division.grid.work, self._division.pipeline
-        packings, itemsize = [part.inputs.packing for part in parts], self._settings.compute.itemsize
         held = 1 if pipeline is None else len(parts)
         if pipeline is not None and self._settings.fsdp.pipeline_schedule == "1f1b":
             held = min(held, pipeline.size - pipeline.stage)
-        attention: dict[str, Any] = {}
-        if self._device.type == "cpu":
-            attention = {
-                "rectangles": any(p.places is not None for p in packings),
-                "padding": max(p.padded_tokens / p.tokens for p in packings),
-                "scores": max(written_scores(p, itemsize) / p.tokens for p in packings),
-            }
         return Setup(
-            itemsize=itemsize,
+            itemsize=self._settings.compute.itemsize,
             tensor=work["tp"].size(),
             sequence=work["sequence"].size(),
             lora_rank=self._model.lora_rank,
             fused=self._module.kernels.fused,
             held=held,
-            **attention,
+            measured=self._layer,
         )
 
     def _gathered(self) -> Gathered:
@@ -226,6 +219,24 @@ class Recomputation:
             trained_layer=learns / len(layers),
             trained_root=trained - learns,
         )
+
+
+def _decoder(module: PackedModel) -> Decoder:
+    """Return the sizes of a decoder, for the tensors that a layer needs only while it runs.
+
+    Not every config has the same names. If it does not name the width of the MLP, this is 4 D.
+    """
+    config = module.decoder.config
+    hidden, inner = config.hidden_size, field_of(config, "intermediate_size")
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": inner if isinstance(inner, int) else 4 * hidden,
+        "num_attention_heads": field_of(config, "num_attention_heads") or 1,
+        "num_hidden_layers": 1,
+        "vocab_size": config.vocab_size,
+    }
+    shape = model_shape({**config.to_dict(), **sizes})
+    return replace(shape.decoder, layers=len(own_layers(module)))
 
 
 def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:

@@ -55,6 +55,19 @@ def test_tokens_are_balanced_within_the_budget():
         cut([3, 65], MicroBatching(max_tokens=64))
 
 
+def test_padding_counts_in_the_budget_and_similar_lengths_go_together():
+    rows = torch.randint(1, 41, (30,)).tolist()
+    parts = cut(rows, MicroBatching(max_tokens=100), padded=True)
+    sizes = [[rows[i] for i in part] for part in parts]
+    assert sorted(itertools.chain(*parts)) == list(range(30))
+    assert list(itertools.chain(*sizes)) == sorted(rows, reverse=True)
+    assert all(len(part) * part[0] <= 100 for part in sizes)
+    assert all((len(a) + 1) * a[0] > 100 for a in sizes[:-1])  # one more row would not fit
+    assert len(cut([9, 1, 8, 2], MicroBatching(max_tokens=40), padded=True, at_least=3)) == 3
+    with pytest.raises(ConfigError, match="65 tokens"):
+        cut([3, 65], MicroBatching(max_tokens=64), padded=True)
+
+
 @pytest.mark.parametrize(
     ("rows", "most", "least", "wanted"),
     [

@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tandem.engines.train import recomputation
 from tandem.engines.train.base import MicroBatching
 from tandem.errors import DeviceMemoryError
-from tandem.memory.activations import kept_bytes
-from tandem.memory.shapes import model_shape
 from tests.engines.train import synthetic
 from tests.engines.train.on_ranks import gathered, on_ranks, seven_or_three
 
@@ -105,7 +103,7 @@ def test_a_budget_bounds_a_gpu_and_no_cpu(folder, free, monkeypatch):
     own = engine._recomputation
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(own, "_device", torch.device("cuda"))
-        own.fit(micro_batches(engine), MicroBatching(max_tokens=16384))
+        own.fit(micro_batches(engine), MicroBatching(max_tokens=16384), engine._try_forward)
     assert own._tokens == 16384 and heard.choices == ["none"]
     engine, _ = engine_on(folder)
     step(engine, micro=MicroBatching(max_tokens=4000))
@@ -132,14 +130,14 @@ def test_compiled_layers_run_again_as_a_whole_or_not_at_all(folder, free, monkey
     assert heard.choices == ["full"] and "ops" not in heard[0]
 
 
-def test_layers_that_are_not_known_run_again(tmp_path, free):
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    AutoModelForCausalLM.from_config(GPTNeoXConfig(vocab_size=31, **shape)).save_pretrained(tmp_path)
+def test_layers_of_any_kind_are_measured(tmp_path, free):
+    AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=31, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
+    ).save_pretrained(tmp_path)
     engine, heard = engine_on(tmp_path)
     step(engine)
-    (sentence,) = heard
-    assert engine._recomputation._switch.mode == "full" and sentence.startswith("recomputation: full")
-    assert "gpt_neox" in sentence and "gradient_checkpointing_mode" in sentence
+    sizes = needed(engine)
+    assert heard.choices == ["none"] and sizes["none"] > sizes["full"]
 
 
 def test_with_activations_on_the_host_the_inputs_of_layers_go_there(folder, free):
@@ -181,7 +179,7 @@ SHARED = {"layers": {"fsdp": {"tensor_parallel_size": 2}}, "tokens": {"sequence_
 
 
 def kept_per_token(wide, options):
-    """Return the bytes that are kept per token and layer, measured and estimated."""
+    """Return the bytes that are kept per token and layer, as offloaded and as measured before an update."""
     engine = synthetic.engine_keeping(wide, "none", "copied", "fp32", **options)
     batch, micro = synthetic.make_batch(torch.float32), MicroBatching()
     mine = batch if options else seven_or_three(batch, share=5)
@@ -190,8 +188,9 @@ def kept_per_token(wide, options):
     tokens = sum(len(part.inputs.input_ids) for part in parts)
     tokens = tokens if options else sum(gathered(tokens))  # the ranks have different rows
     counted = metrics["activation_offload_bytes"] / 2  # the last of three layers is not offloaded
-    decoder = model_shape(engine.module.decoder.config.to_dict()).decoder
-    return counted / tokens, kept_bytes(decoder, engine._recomputation._setup(parts), "none")
+    other, _ = engine_on(wide, precision="fp32", **options)
+    synthetic.gradients(other, mine, LOSS, micro)
+    return counted / tokens, other._recomputation._layer.saved
 
 
 def chosen(folder, wide):
