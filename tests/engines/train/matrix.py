@@ -16,10 +16,12 @@ from tests.engines.train.models import ADAPTERS
 STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
+KEPT = {"enable_gradient_checkpointing": False}  # recomputed layers do not compute in double precision
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
-FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
+MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = (*MIXTURES, "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
 """Models with windows, sinks, soft caps or experts. They train in double precision."""
-EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
+EXPERTS, TIED = (*MIXTURES, "llama4"), ("qwen2", "deep", "gemma3")
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -50,6 +52,7 @@ FEATURES = {
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
     **{name: ({"of": name}, {}) for name in FAMILIES},
+    **{name: ({"of": name, "model": KEPT}, {}) for name in MIXTURES[1:]},
     "llama4": ({"of": "llama4", "precision": "fp32"}, {}),
     "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
     "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
@@ -67,6 +70,7 @@ DIVISIONS = {
     "layers of copies": {"fsdp": {"tensor_parallel_size": 2, **COPIES}},
     "layers and tokens": {"sequence_parallel": 2, "fsdp": {"tensor_parallel_size": 2}},
     "layers by four": {"fsdp": {"tensor_parallel_size": 4}},
+    "experts": {"fsdp": {"expert_parallel_size": 2}},
     "stages": {"fsdp": {"pipeline_parallel_size": 2}},
     "stages of copies": {"fsdp": {"pipeline_parallel_size": 2, **COPIES}},
     "stages and layers": {"fsdp": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}},
@@ -76,6 +80,7 @@ DIVISIONS = {
 ON_TWO = {
     "shards": ("plain",),
     **{"tokens": ("plain", "gpt_oss"), "layers": ("plain", "gpt_oss"), "stages": ("plain",)},
+    "experts": ("qwen3_moe", "gpt_oss"),
 }
 STAGES = (
     *("five layers", "bf16", "values", "scores", "partly recomputed", "reduced often", "all rows at once"),
