@@ -105,7 +105,7 @@ def model_split(config: TrainConfig) -> Iterator[ConfigError]:
     """Check that each model's pool and attention heads are divisible by its `fsdp_config` split sizes."""
     trainer, ref = config.trainer, config.actor_rollout_ref.ref
     own = changed(ref, "ulysses_sequence_parallel_size") or any(
-        changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
+        changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "expert_parallel", "pipeline_parallel")
     )
     for model in models(config):
         pool = trainer.placed(model.role)
