@@ -286,7 +286,7 @@ REFUSED = {
     4: {
         "layers by 4": (TENSOR, "4, num_key_value_heads=2"),
         "stages by 4": (PIPELINE, "4, num_hidden_layers=2"),
-        "experts by 4": (EXPERT, "4, num_local_experts=6"),
+        "experts by 4": (EXPERT, "4, num_experts=6"),
     },
 }
 
