@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.config.fsdp import FSDPConfig
 from tandem.engines.train.module import Settings
 from tandem.errors import EngineError, ModelError
 from tandem.models.collectives import CollectiveMeter
@@ -53,10 +54,10 @@ class Division:
             ModelError: the attention heads cannot be divided, the layers cannot be split, there are no
                 experts to divide, or the model cannot be split into pipeline stages.
         """
-        fsdp, device = settings.fsdp, settings.device
-        init_distributed(device)
+        fsdp: FSDPConfig = settings.fsdp
+        init_distributed(settings.device)
         grid = Grid.over_all_ranks(
-            device,
+            settings.device,
             fsdp_size=fsdp.fsdp_size,
             sequence=sequence_parallel,
             tensor=fsdp.tensor_parallel_size,
