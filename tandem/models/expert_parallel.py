@@ -87,14 +87,14 @@ class ExpertGroup:
         self._rank, self._group = mesh["ep"].get_local_rank(), mesh["ep"].get_group()
         self._meter = meter
 
-    def check(self, model: nn.Module) -> None:
-        """Check that the model has experts that can be divided.
+    def check(self, model: Any) -> None:
+        """Check that a policy, value or score model has experts that can be divided.
 
         Raises:
             ModelError: If it has none.
         """
         if not experts_modules(model):
-            raise _without_mixture(self.size, type(model).__name__)
+            raise _without_mixture(self.size, model.decoder.config.model_type)
 
     def divide(self, model: nn.Module) -> None:
         """Divide the experts of a whole model, in place. The model must be the same on all ranks.

@@ -281,6 +281,7 @@ REFUSED = {
         **{"layers by 3": (TENSOR, "3 of 2 ranks"), "stages by 3": (PIPELINE, "3 of 2 ranks")},
         **{"experts lent": (EXPERT, 2), "experts by 3": (EXPERT, "3 of 2 ranks")},
         "no experts": (EXPERT, "2, model_type qwen2"),
+        "other experts": (EXPERT, "2, model_type llama4_text"),
         "offload": ("model.enable_activation_offload", f"true with {PIPELINE}=2"),
     },
     4: {
@@ -305,6 +306,7 @@ def refusals(models):
         "stages lent": lambda: lend("stages"),
         "experts lent": lambda: lend("experts", of="gpt_oss"),
         "no experts": lambda: make("expert", 2),
+        "other experts": lambda: make("expert", 2, of="llama4"),
         "output": lambda: make("pipeline", 2),
         "offload": lambda: make("pipeline", 2, model=matrix.OFFLOADED),
         **{f"layers by {size}": lambda size=size: make("tensor", size) for size in (3, 4)},
