@@ -45,7 +45,6 @@ from tandem.models.packed_verdict import LIMITS, require_packed
 from tandem.models.parallel import shard
 from tandem.models.pipeline import present
 from tandem.models.policy import varied
-from tandem.models.tensor_parallel import parallelize
 from tandem.models.wrap import wrapped
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
@@ -102,7 +101,7 @@ class FSDPEngine:
         self._meter = CollectiveMeter()
         division = Division.of(model_path, settings, sequence_parallel, self._meter)
         self.grid, self.share, self._division = division.grid, division.grid.share, division
-        self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
+        self.unshards = division.whole and not model.lora_rank
         self._data_group = self.grid.work["data"].get_group()  # the ranks with different rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         division.check_layout(self.module)
@@ -110,8 +109,7 @@ class FSDPEngine:
         self._routers = Routers(self.module, model.mixture, self.grid, self._meter)
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
-        if division.tensor is not None:
-            parallelize(self.module, division.tensor)
+        division.divide(self.module)
         self._units, switch = self._sharded(units)
         if files is not None:
             files.fill(self.module, device)
@@ -149,6 +147,7 @@ class FSDPEngine:
             self.module,
             present(units, self.module),
             self.grid.fsdp,
+            experts=self._division.experts,
             compute_dtype=settings.compute,
             master_dtype=settings.master,
             reshard_after_forward=self._reshard_after_forward,
@@ -300,7 +299,7 @@ class FSDPEngine:
         """Yield the whole module, in evaluation mode; see `TrainEngine.unsharded`.
 
         Raises:
-            EngineError: the model is split by tensor or pipeline parallelism, or has adapters; see
+            EngineError: the model is divided by tensor, expert or pipeline parallelism, or has adapters; see
                 `unshards`.
         """
         self._division.check_whole()
