@@ -9,6 +9,7 @@ Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from tandem.models.collectives import exchanged
-from tandem.models.linear import product
+from tandem.models.linear import pack, packed_linear, product
 
 EXPERTS = "tandem"
 """The name of `sorted_experts` in transformers' interface for experts."""
@@ -48,8 +49,11 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
 
     def linear(x_SD: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
-        out_SF: Tensor = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
+        if isinstance(weight, list):
+            out_SF = _each(x_SD, weight, counts, _packed_product)
+        else:
+            weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
+            out_SF = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
         return out_SF if experts_S is None else out_SF + getattr(module, f"{name}_bias")[experts_S]
 
     # Both functions are linear, and each is the other's gradient.
@@ -61,6 +65,13 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
     out_SD = linear(states_SF, "down_proj")
     out_SD = out_SD * weights_NK.flatten().index_select(0, order_S).unsqueeze(1)
     return exchanged(out_SD, summed, spread).to(hidden_ND.dtype)
+
+
+def pack_experts(module: Any) -> None:
+    """Replace the weights of an experts module by packed weights, for `sorted_experts` without gradients."""
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weight = module._parameters.pop(name)
+        setattr(module, name, [pack(each) for each in (weight.mT if module.is_transposed else weight)])
 
 
 class _Grouped(torch.autograd.Function):
@@ -89,13 +100,19 @@ class _Grouped(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _each(x_SD: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
-    out_SF = x_SD.new_empty(len(x_SD), weight_EFD.shape[1])
-    parts = zip(*(torch.split(x, counts) for x in (out_SF, x_SD)), weight_EFD, strict=True)
-    for out_TF, x_TD, weight_FD in parts:
-        if len(x_TD):
-            out_TF.copy_(product(x_TD, weight_FD))
-    return out_SF
+def _packed_product(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
+    return packed_linear(x_TD, weight_FD, None)
+
+
+def _each(
+    x_SD: Tensor,
+    weight_EFD: Tensor | Sequence[Tensor],
+    counts: list[int],
+    product: Callable[[Tensor, Tensor], Tensor] = product,
+) -> Tensor:
+    parts = zip(torch.split(x_SD, counts), weight_EFD, strict=True)
+    outs = [product(x_TD, weight_FD) for x_TD, weight_FD in parts if len(x_TD)]
+    return torch.cat(outs) if outs else x_SD.new_empty(0, len(weight_EFD[0]))
 
 
 ExpertsInterface.register(EXPERTS, sorted_experts)

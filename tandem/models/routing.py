@@ -98,6 +98,8 @@ class Mixtures:
         self, mode: Callable[..., TorchFunctionMode], plain: Callable[..., Any], layer: int
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._active is None and mode is _Choice:
+                return plain(*args, **kwargs)  # the mode would only slow down the experts
             with mode(self._active, layer, self):
                 return plain(*args, **kwargs)
 

@@ -1,6 +1,6 @@
 """A fast forward for transformers models of the Llama family.
 
-The models Llama, Mistral, Qwen2 and Qwen3 are supported. The forward uses the model's parameters and computes
+The models Llama, Mistral, Qwen2 and Qwen3 are supported, and mixtures with the same attention. The forward uses the model's parameters and computes
 the same arithmetic as the module, without the module's Python overhead per layer.
 
 Shape suffixes as in `paged` and `ops`.
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
+from tandem.engines.rollout.native.mixture import MLP, mixtures_of
 from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
@@ -32,14 +33,15 @@ _ROPE_TYPES = (
     "llama3",
     "yarn",
 )  # rotary types whose angles depend only on the position
+_KINDS = (*PLAIN_DECODERS, "mixtral", "qwen2_moe", "qwen3_moe")
 _PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 
 def why_not_fused(module: nn.Module) -> str | None:
     """Return the reason why `FusedRunner` does not support the model, or None if it does."""
     config: Any = module.config
-    if config.model_type not in PLAIN_DECODERS:
-        return f"model type {config.model_type} is not one of {', '.join(PLAIN_DECODERS)}"
+    if config.model_type not in _KINDS:
+        return f"model type {config.model_type} is not one of {', '.join(_KINDS)}"
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"rope parameters {rope} are not supported"
@@ -79,8 +81,7 @@ class _Layer:
     qk_norm_MD: Tensor | None
     output: _Linear
     mlp_norm_E: Tensor
-    gate_up: _Linear
-    down: _Linear
+    mlp: MLP
     next_norm_E: Tensor
     sight: Sight
 
@@ -132,6 +133,7 @@ class FusedRunner:
         norms = [*(f"{name}.input_layernorm" for name in names), "norm"]
         [self._first_norm_E] = held[norms[0]]
         self._norms: dict[str, Tensor] = {}  # norm weights of all heads, concatenated
+        self.mixtures, self._mlps = mixtures_of(module, held, self._ops.gate, packs=self._rounds)
         self._layers = [
             self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window) or 0)
             for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
@@ -154,14 +156,19 @@ class FusedRunner:
         if f"{name}.qk_norm" in held:
             self._norms[f"{name}.qk_norm"] = _joined(held[f"{name}.qk_norm"])
         [mlp_norm_E], [next_norm_E] = held[f"{name}.post_attention_layernorm"], held[next_norm]
-        maps = {key: self._linear(held, f"{name}.{key}") for key in MAPS}
         return _Layer(
-            **maps,
+            qkv=self._linear(held, f"{name}.qkv"),
+            output=self._linear(held, f"{name}.output"),
+            mlp=self._mlps.get(name) or self._dense(held, name),
             qk_norm_MD=self._norms.get(f"{name}.qk_norm"),
             mlp_norm_E=mlp_norm_E,
             next_norm_E=next_norm_E,
             sight=Sight(window),
         )
+
+    def _dense(self, held: _Held, name: str) -> MLP:
+        gate_up, down = (self._linear(held, f"{name}.{key}") for key in ("gate_up", "down"))
+        return lambda x_RE: down(self._ops.gate(gate_up(x_RE)))
 
     def _linear(self, held: _Held, name: str) -> _Linear:
         """Return all linear layers with this name as one `_Linear`.
@@ -214,8 +221,7 @@ class FusedRunner:
             attended_RND = attention.attend(index, step, query_RND, layer.sight)
             output_RE = summed(layer.output(attended_RND.flatten(1)))
             x_RE, normed_RE = self._ops.norm(x_RE, output_RE, layer.mlp_norm_E)
-            down_RE = summed(layer.down(self._ops.gate(layer.gate_up(normed_RE))))
-            x_RE, normed_RE = self._ops.norm(x_RE, down_RE, layer.next_norm_E)
+            x_RE, normed_RE = self._ops.norm(x_RE, summed(layer.mlp(normed_RE)), layer.next_norm_E)
         wanted_L = step.logits_L
         logits_LV = self._head(normed_RE.index_select(0, self._rounded(wanted_L)))[: wanted_L.shape[0]]
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
