@@ -1,7 +1,8 @@
 """A fast forward for transformers models of the Llama family.
 
-The models Llama, Mistral, Qwen2 and Qwen3 are supported, and mixtures with the same attention. The forward uses the model's parameters and computes
-the same arithmetic as the module, without the module's Python overhead per layer.
+The models Llama, Mistral, Qwen2 and Qwen3 are supported, and mixtures with the same attention. The forward
+uses the model's parameters and computes the same arithmetic as the module, without the module's Python
+overhead per layer.
 
 Shape suffixes as in `paged` and `ops`.
 """
@@ -33,7 +34,11 @@ _ROPE_TYPES = (
     "llama3",
     "yarn",
 )  # rotary types whose angles depend only on the position
-_KINDS = (*PLAIN_DECODERS, "mixtral", "qwen2_moe", "qwen3_moe")
+_MIXTURES = (
+    *("dots1", "glm4_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    "solar_open",
+)
+_KINDS = (*PLAIN_DECODERS, *_MIXTURES)
 _PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 
@@ -43,8 +48,10 @@ def why_not_fused(module: nn.Module) -> str | None:
     if config.model_type not in _KINDS:
         return f"model type {config.model_type} is not one of {', '.join(_KINDS)}"
     rope = config.rope_parameters
-    if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("rope_type", "default") not in _ROPE_TYPES:
         return f"rope parameters {rope} are not supported"
+    if getattr(config, "clip_qkv", None) is not None:
+        return "clip_qkv is not supported"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act} is not supported"
     for name, child in module.named_modules():
@@ -84,6 +91,7 @@ class _Layer:
     mlp: MLP
     next_norm_E: Tensor
     sight: Sight
+    wide_norms: tuple[Tensor, Tensor] | None  # of all queries of a token together, and of all its keys
 
 
 class FusedRunner:
@@ -127,7 +135,7 @@ class FusedRunner:
         model: Any = module.model
         heads = self._heads(config, model.rotary_emb, max_length)
         self._ops = make_ops(heads, config.rms_norm_eps)
-        window = config.sliding_window if config.model_type == "mistral" else None
+        window = config.sliding_window if config.model_type in ("mistral", "mixtral") else None
         layers = model.layers[: config.num_hidden_layers]
         names = [f"model.layers.{index}" for index in range(len(layers))]
         norms = [*(f"{name}.input_layernorm" for name in names), "norm"]
@@ -149,8 +157,13 @@ class FusedRunner:
         heads, kv_heads = self._split.heads(config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions = torch.arange(max_length, device=self.device)[None]
-        cos_PD, sin_PD = (table[0].contiguous() for table in rotary(self.embedding_VE[:1, None], positions))
-        return Heads(heads, kv_heads, head_dim, cos_PD, sin_PD, head_dim**-0.5)
+        cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
+        rotated = cos_PD.shape[1]
+        cos_PD, sin_PD = (
+            F.pad(table, (0, head_dim - rotated), value=at_rest).contiguous()
+            for table, at_rest in ((cos_PD, 1.0), (sin_PD, 0.0))
+        )
+        return Heads(heads, kv_heads, head_dim, cos_PD, sin_PD, head_dim**-0.5, rotated)
 
     def _layer(self, held: _Held, name: str, next_norm: str, window: int) -> _Layer:
         if f"{name}.qk_norm" in held:
@@ -164,6 +177,9 @@ class FusedRunner:
             mlp_norm_E=mlp_norm_E,
             next_norm_E=next_norm_E,
             sight=Sight(window),
+            wide_norms=(held[f"{name}.q_norm"][0], held[f"{name}.k_norm"][0])
+            if f"{name}.q_norm" in held
+            else None,
         )
 
     def _dense(self, held: _Held, name: str) -> MLP:
@@ -214,9 +230,10 @@ class FusedRunner:
         x_RE = F.embedding(self._rounded(step.ids_T), self.embedding_VE)
         x_RE, normed_RE = self._ops.norm(x_RE, None, self._first_norm_E)
         for index, layer in enumerate(self._layers):
-            query_RND, keys_RHD, values_RHD = self._ops.rotate(
-                layer.qkv(normed_RE), step.positions_T, layer.qk_norm_MD
-            )
+            qkv = layer.qkv(normed_RE)
+            if layer.wide_norms is not None:
+                qkv = self._wide_norms(qkv, layer.wide_norms)
+            query_RND, keys_RHD, values_RHD = self._ops.rotate(qkv, step.positions_T, layer.qk_norm_MD)
             attention.write(index, step, keys_RHD, values_RHD)
             attended_RND = attention.attend(index, step, query_RND, layer.sight)
             output_RE = summed(layer.output(attended_RND.flatten(1)))
@@ -225,6 +242,13 @@ class FusedRunner:
         wanted_L = step.logits_L
         logits_LV = self._head(normed_RE.index_select(0, self._rounded(wanted_L)))[: wanted_L.shape[0]]
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
+
+    def _wide_norms(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
+        widths = [len(weight) for weight in norms]
+        *parts, values = torch.split(qkv, (*widths, qkv.shape[1] - sum(widths)), 1)
+        pairs = zip(parts, norms, strict=True)
+        normed = [self._ops.norm(part.contiguous(), None, weight)[1] for part, weight in pairs]
+        return torch.cat((*normed, values), 1)
 
     def _rounded(self, indices: Tensor) -> Tensor:
         """Return the indices, padded with zeros at the end to the length `rounded_rows`.

@@ -61,10 +61,9 @@ def _twin(module: nn.Module, held: Mapping[str, Sequence[Tensor]], prefix: str) 
     own = vars(out)
     own |= {name: part for name, part in vars(module).items() if name not in own and name != "forward"}
     own["training"] = False
-    for name, tensor in module._parameters.items():
-        out._parameters[name] = None if tensor is None else held[prefix + name][0]
-    for name, tensor in module._buffers.items():
-        out._buffers[name] = None if tensor is None else held[prefix + name][0]
+    for kind in ("_parameters", "_buffers"):
+        given: dict[str, Tensor | None] = getattr(module, kind)
+        own[kind] = {key: None if part is None else held[prefix + key][0] for key, part in given.items()}
     for name, child in module.named_children():
         out._modules[name] = _twin(child, held, f"{prefix}{name}.")
     return out  # type: ignore[no-any-return]

@@ -51,13 +51,15 @@ _SPLIT_BY_INPUTS = ("output", "down")
 def parts_of(module: Any, split: LayerSplit) -> Parts:
     """Return this rank's weights of a model of the Llama family.
 
-    The tensors of a mixture are not split, and have their names in the model as keys. The key "head" is missing if the language model head is tied to the embedding.
+    The tensors of a mixture are not split, and have their names in the model as keys. The key "head" is
+    missing if the language model head is tied to the embedding.
     """
     config, model, head = module.config, module.model, module.lm_head
     out = Parts(embedding=[_weight("model.embed_tokens", model.embed_tokens)])
     for index, layer in enumerate(model.layers[: config.num_hidden_layers]):
         path = f"model.layers.{index}"
         mixture = is_mixture(layer.mlp)
+        head_dim = layer.self_attn.head_dim
         for key, names in (ATTENTION_MAPS if mixture else MAPS).items():
             share = split.inputs if key in _SPLIT_BY_INPUTS else split.outputs
             maps = {f"{path}.{name}": share(layer.get_submodule(name)) for name in names}
@@ -68,7 +70,10 @@ def parts_of(module: Any, split: LayerSplit) -> Parts:
             out |= {name: [Part(None, each)] for name, each in layer.mlp.named_buffers(f"{path}.mlp")}
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{path}.{name}"] = [_weight(f"{path}.{name}", getattr(layer, name))]
-        if hasattr(layer.self_attn, "q_norm"):
+        if hasattr(layer.self_attn, "q_norm") and len(layer.self_attn.q_norm.weight) != head_dim:
+            for name in ("q_norm", "k_norm"):
+                out[f"{path}.{name}"] = [_weight(f"{path}.self_attn.{name}", getattr(layer.self_attn, name))]
+        elif hasattr(layer.self_attn, "q_norm"):
             norms = zip(("self_attn.q_norm", "self_attn.k_norm"), split.heads(config), strict=True)
             out[f"{path}.qk_norm"] = [
                 _weight(f"{path}.{name}", layer.get_submodule(name), rows=count) for name, count in norms
@@ -161,9 +166,10 @@ class Copies:
 
     def named(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Yield the copies with the names of the model's parameters. The model must not be split."""
+        repeated = {part.name for key, each in parts.items() if key.endswith(".qk_norm") for part in each}
         for (name, _), rows in self._pieces(parts):
             if name is not None:
-                yield name, rows[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else rows
+                yield name, rows[0] if name in repeated else rows
 
 
 def _shapes(parts: Parts) -> dict[str, list[tuple[torch.Size, torch.dtype]]]:
