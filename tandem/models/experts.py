@@ -10,11 +10,16 @@ Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    _default_apply_gate,
+    grouped_mm_experts_forward,
+)
 
 from tandem.models.collectives import exchanged
 from tandem.models.linear import pack, packed_linear, product
@@ -65,6 +70,33 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
     out_SD = linear(states_SF, "down_proj")
     out_SD = out_SD * weights_NK.flatten().index_select(0, order_S).unsqueeze(1)
     return exchanged(out_SD, summed, spread).to(hidden_ND.dtype)
+
+
+def sparse_inputs(block: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return a forward of a mixture of Llama 4 that computes only the chosen experts.
+
+    These mixtures multiply the inputs of the experts by the router's scores, and the scores of experts that
+    are not chosen are 0. transformers computes all experts, and those with inputs of 0 return 0.
+
+    Args:
+        block: the mixture. The forward of its experts is replaced.
+    """
+    experts = block.experts
+    experts.has_bias, experts.has_gate, experts.is_transposed = False, True, True
+    experts._is_expert_parallel = False
+    experts._apply_gate = partial(_default_apply_gate, experts)
+    experts.forward = partial(sorted_experts, experts)
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_ND = hidden.reshape(-1, block.hidden_dim)
+        scores_NE, logits_NE = block.router(hidden_ND)
+        scores_NK, chosen_NK = torch.topk(scores_NE, block.top_k, dim=1)
+        states_SD = (hidden_ND[:, None] * scores_NK[:, :, None]).to(hidden.dtype).flatten(0, 1)
+        ones_S1 = torch.ones_like(states_SD[:, :1])
+        out_SD = experts(states_SD, chosen_NK.reshape(-1, 1), ones_S1)
+        return block.shared_expert(hidden_ND) + out_SD.unflatten(0, scores_NK.shape).sum(1), logits_NE
+
+    return forward
 
 
 def pack_experts(module: Any) -> None:

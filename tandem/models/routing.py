@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tandem.models.experts import sparse_inputs
+
 _EACH = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
 
@@ -72,7 +74,8 @@ class Mixtures:
         self.each = _experts_per_token(model) if held else 0
         for layer, (name, module) in enumerate(held.items()):
             block: Any = model.get_submodule(name.rpartition(".")[0])
-            block.forward = self._observed(_Choice, block.forward, layer)
+            sparse = type(block).__name__ == "Llama4TextMoe"
+            block.forward = self._observed(_Choice, sparse_inputs(block) if sparse else block.forward, layer)
             router: Any = _router(block, module)
             if router is None:
                 continue

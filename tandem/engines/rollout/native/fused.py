@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
-from tandem.engines.rollout.native.mixture import MLP, mixtures_of
+from tandem.engines.rollout.native.mixture import MLP, PACK_UP_TO_BYTES, mixtures_of
 from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
@@ -61,8 +61,6 @@ def why_not_fused(module: nn.Module) -> str | None:
             return f"{name} is a {type(child).__name__}, not a Linear"
     return None
 
-
-_COPY_UP_TO_BYTES = 2**31
 
 _Held = Mapping[str, Sequence[Tensor]]  # keyed by the names of `parts_of`
 
@@ -130,7 +128,7 @@ class FusedRunner:
         [self.embedding_VE] = held["embedding"]
         self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
         whole = weight_bytes(module.parameters())
-        self._joins = self.device.type == "cpu" and whole <= _COPY_UP_TO_BYTES and not copies
+        self._joins = self.device.type == "cpu" and whole <= PACK_UP_TO_BYTES and not copies
         self._rounds = self._joins and can_pack(self.embedding_VE)
         model: Any = module.model
         heads = self._heads(config, model.rotary_emb, max_length)

@@ -9,7 +9,8 @@ Shape suffixes as in `ops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,15 @@ from transformers.integrations.moe import _default_apply_gate
 
 from tandem.engines.rollout.native.weights import is_mixture
 from tandem.models.experts import pack_experts, sorted_experts
-from tandem.models.linear import pack, packed_linear
+from tandem.models.linear import can_pack, pack, packed_linear
 from tandem.models.routing import Mixtures
 
+PACK_UP_TO_BYTES = 2**31
+"""The largest model whose weights are packed on a CPU. The packed weights are copies."""
 MLP = Callable[[Tensor], Tensor]
 """Computes the MLP of a layer: (R, E) to (R, E)."""
+Forwards = list[tuple[nn.Module, Callable[..., Tensor]]]
+"""Modules, and another forward of each."""
 
 
 def mixtures_of(
@@ -44,6 +49,36 @@ def mixtures_of(
     for block in twins:
         _speed_up(block, gate, packs=packs)
     return mixtures, {name: partial(_compute, block) for name, block in zip(blocks, twins, strict=True)}
+
+
+def packed_experts(module: nn.Module) -> Forwards:
+    """Return the modules with the experts of a model, and a forward of each with packed copies of weights.
+
+    The result is empty if the weights cannot be packed.
+    """
+    out: Forwards = []
+    for part in module.modules():
+        if "has_gate" in vars(part) and can_pack(next(part.parameters())):
+            copy = _twin(part, {name: [p.detach()] for name, p in part.named_parameters()}, "")
+            pack_experts(copy)
+            out.append((part, partial(sorted_experts, copy)))
+    return out
+
+
+@contextmanager
+def replaced(forwards: Forwards) -> Iterator[None]:
+    """Inside the context, modules have other forwards."""
+    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+    for module, forward in forwards:
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                del module.forward
+            else:
+                vars(module)["forward"] = forward
 
 
 def _twin(module: nn.Module, held: Mapping[str, Sequence[Tensor]], prefix: str) -> nn.Module:
@@ -73,7 +108,7 @@ def _speed_up(block: nn.Module, gate: MLP, *, packs: bool) -> None:
     """Replace products in the twin of a mixture. A router, whose forward is already replaced, is left."""
     for module in block.modules():
         part: Any = module
-        if hasattr(type(module), "_apply_gate"):
+        if "has_gate" in vars(module):
             if type(part)._apply_gate is _default_apply_gate:
                 part._apply_gate = gate
             if packs:

@@ -22,6 +22,7 @@ from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.weights import Copies, parts_of
 from tandem.engines.weight_sync import digest
 from tandem.errors import EngineError
+from tandem.models.routing import Routing
 from tests.engines.rollout.case import CPU, changed, step_of
 from tests.support.refusing import refused
 
@@ -187,8 +188,9 @@ MIXED = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe")
 
 @torch.inference_mode()
 def prompt_logits(runner):
-    cache = PagedCache(runner.layers, 2, 16, runner.dtype, CPU)
-    step = step_of(torch.arange(2).int()[None], [20], [20], 16, (7 * torch.arange(20) + 3) % 97)
+    cache = PagedCache(runner.layers, 4, 16, runner.dtype, CPU)
+    tables = torch.arange(2 * len(cache.groups.windows)).view(-1, 1, 2)
+    step = step_of(tables, [20], [20], 16, (7 * torch.arange(20) + 3) % 97)
     return runner.forward(step, make_attention(cache, "torch"))
 
 
@@ -236,6 +238,33 @@ def test_copies_have_the_digest_of_the_module(model, tiny):
     assert FusedRunner(module, 64).copied(module) is None
 
 
+@pytest.mark.parametrize("model", ["deepseek_v3", "gpt_oss"])
+def test_packed_experts_follow_the_module(model, tiny):
+    module = tiny(model)
+    runner = ModuleRunner(module, 64)
+    for seed in range(2):
+        expected = module((7 * torch.arange(20)[None] + 3) % 97).logits[0]
+        torch.testing.assert_close(prompt_logits(runner), expected, atol=1e-4, rtol=0)
+        changed(module, seed)
+        assert runner.renew(module)
+
+
+def test_experts_are_not_split(tiny):
+    refused(
+        EngineError, lambda: make_runner("auto", tiny("mixtral"), 64, LayerSplit(0, 2)), "split a mixture"
+    )
+
+
+def test_a_step_tells_its_experts(tiny, sequences):
+    """As many as the router's probabilities say: two of six."""
+    runner, routing = FusedRunner(tiny("mixtral"), 64), Routing(records=True)
+    step = step_input(sequences, STEPS[0])
+    with runner.mixtures.routed(routing), torch.inference_mode():
+        runner.forward(step, attention_of(runner))
+    chosen = routing.experts()[: len(step.ids_T)]
+    assert chosen.shape == (19, 2, 2) and (chosen < 6).all() and (chosen[..., 0] != chosen[..., 1]).all()
+
+
 def test_only_the_same_model_is_taken_over(tiny):
     runner = FusedRunner(tiny("qwen2"), 64, copies=True)
     before = prompt_logits(runner)
@@ -247,7 +276,7 @@ def test_only_the_same_model_is_taken_over(tiny):
 @pytest.mark.parametrize("model", ["qwen2", "qwen3", "qwen2_moe"])
 def test_the_modules_own_weights_are_read_where_they_are(model, tiny, monkeypatch):
     """As on a device where copies would take the cache's memory. Norms per head are copied in any case."""
-    monkeypatch.setattr("tandem.engines.rollout.native.fused._COPY_UP_TO_BYTES", 0)
+    monkeypatch.setattr("tandem.engines.rollout.native.fused.PACK_UP_TO_BYTES", 0)
     module = tiny(model, torch.float64)
     runner = FusedRunner(module, 64)
     changed(module)
