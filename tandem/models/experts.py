@@ -55,7 +55,7 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
     def linear(x_SD: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
         if isinstance(weight, list):
-            out_SF = _each(x_SD, weight, counts, _packed_product)
+            out_SF = _each(x_SD, weight, counts, packed_linear)
         else:
             weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
             out_SF = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
@@ -132,18 +132,14 @@ class _Grouped(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _packed_product(x_TD: Tensor, weight_FD: Tensor) -> Tensor:
-    return packed_linear(x_TD, weight_FD, None)
-
-
 def _each(
     x_SD: Tensor,
     weight_EFD: Tensor | Sequence[Tensor],
     counts: list[int],
     product: Callable[[Tensor, Tensor], Tensor] = product,
 ) -> Tensor:
-    parts = zip(torch.split(x_SD, counts), weight_EFD, strict=True)
-    outs = [product(x_TD, weight_FD) for x_TD, weight_FD in parts if len(x_TD)]
+    parts = zip(counts, torch.split(x_SD, counts), weight_EFD, strict=True)
+    outs = [product(x_TD, weight_FD) for count, x_TD, weight_FD in parts if count]
     return torch.cat(outs) if outs else x_SD.new_empty(0, len(weight_EFD[0]))
 
 

@@ -243,7 +243,7 @@ class FusedRunner:
 
     def _wide_norms(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
         widths = [len(weight) for weight in norms]
-        *parts, values = torch.split(qkv, (*widths, qkv.shape[1] - sum(widths)), 1)
+        *parts, values = torch.split(qkv, [*widths, qkv.shape[1] - sum(widths)], 1)
         pairs = zip(parts, norms, strict=True)
         normed = [self._ops.norm(part.contiguous(), None, weight)[1] for part, weight in pairs]
         return torch.cat((*normed, values), 1)

@@ -68,17 +68,15 @@ def packed_experts(module: nn.Module) -> Forwards:
 @contextmanager
 def replaced(forwards: Forwards) -> Iterator[None]:
     """Inside the context, modules have other forwards."""
-    before = [(module, vars(module).get("forward")) for module, _ in forwards]
+    before = [(vars(module), vars(module).get("forward")) for module, _ in forwards]
     for module, forward in forwards:
         vars(module)["forward"] = forward
     try:
         yield
     finally:
-        for module, forward in before:
-            if forward is None:
-                del module.forward
-            else:
-                vars(module)["forward"] = forward
+        for own, earlier in before:
+            del own["forward"]
+            own |= {} if earlier is None else {"forward": earlier}
 
 
 def _twin(module: nn.Module, held: Mapping[str, Sequence[Tensor]], prefix: str) -> nn.Module:
