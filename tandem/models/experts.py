@@ -10,7 +10,7 @@ Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -84,8 +84,8 @@ def sparse_inputs(block: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     experts = block.experts
     experts.has_bias, experts.has_gate, experts.is_transposed = False, True, True
     experts._is_expert_parallel = False
-    experts._apply_gate = partial(_default_apply_gate, experts)
-    experts.forward = partial(sorted_experts, experts)
+    experts._apply_gate = MethodType(_default_apply_gate, experts)
+    experts.forward = MethodType(sorted_experts, experts)
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden_ND = hidden.reshape(-1, block.hidden_dim)

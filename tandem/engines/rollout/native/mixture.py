@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ def packed_experts(module: nn.Module) -> Forwards:
         if "has_gate" in vars(part) and can_pack(next(part.parameters())):
             copy = _twin(part, {name: [p.detach()] for name, p in part.named_parameters()}, "")
             pack_experts(copy)
-            out.append((part, partial(sorted_experts, copy)))
+            out.append((part, MethodType(sorted_experts, copy)))
     return out
 
 
@@ -111,7 +112,7 @@ def _speed_up(block: nn.Module, gate: MLP, *, packs: bool) -> None:
                 part._apply_gate = gate
             if packs:
                 pack_experts(part)
-            part.forward = partial(sorted_experts, part)
+            part.forward = MethodType(sorted_experts, part)
         elif packs and type(module) is nn.Linear and "forward" not in vars(module):
             part.forward = partial(packed_linear, weight=pack(module.weight), bias=module.bias)
             del module.weight
