@@ -9,14 +9,20 @@ Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    _default_apply_gate,
+    grouped_mm_experts_forward,
+)
 
 from tandem.models.collectives import exchanged
-from tandem.models.linear import product
+from tandem.models.linear import pack, packed_linear, product
 
 EXPERTS = "tandem"
 """The name of `sorted_experts` in transformers' interface for experts."""
@@ -48,8 +54,11 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
 
     def linear(x_SD: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
-        out_SF: Tensor = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
+        if isinstance(weight, list):
+            out_SF = _each(x_SD, weight, counts, packed_linear)
+        else:
+            weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
+            out_SF = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
         return out_SF if experts_S is None else out_SF + getattr(module, f"{name}_bias")[experts_S]
 
     # Both functions are linear, and each is the other's gradient.
@@ -61,6 +70,40 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
     out_SD = linear(states_SF, "down_proj")
     out_SD = out_SD * weights_NK.flatten().index_select(0, order_S).unsqueeze(1)
     return exchanged(out_SD, summed, spread).to(hidden_ND.dtype)
+
+
+def sparse_inputs(block: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return a forward of a mixture of Llama 4 that computes only the chosen experts.
+
+    These mixtures multiply the inputs of the experts by the router's scores, and the scores of experts that
+    are not chosen are 0. transformers computes all experts, and those with inputs of 0 return 0.
+
+    Args:
+        block: the mixture. The forward of its experts is replaced.
+    """
+    experts = block.experts
+    experts.has_bias, experts.has_gate, experts.is_transposed = False, True, True
+    experts._is_expert_parallel = False
+    experts._apply_gate = MethodType(_default_apply_gate, experts)
+    experts.forward = MethodType(sorted_experts, experts)
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_ND = hidden.reshape(-1, block.hidden_dim)
+        scores_NE, logits_NE = block.router(hidden_ND)
+        scores_NK, chosen_NK = torch.topk(scores_NE, block.top_k, dim=1)
+        states_SD = (hidden_ND[:, None] * scores_NK[:, :, None]).to(hidden.dtype).flatten(0, 1)
+        ones_S1 = torch.ones_like(states_SD[:, :1])
+        out_SD = experts(states_SD, chosen_NK.reshape(-1, 1), ones_S1)
+        return block.shared_expert(hidden_ND) + out_SD.unflatten(0, scores_NK.shape).sum(1), logits_NE
+
+    return forward
+
+
+def pack_experts(module: Any) -> None:
+    """Replace the weights of an experts module by packed weights, for `sorted_experts` without gradients."""
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weight = module._parameters.pop(name)
+        setattr(module, name, [pack(each) for each in (weight.mT if module.is_transposed else weight)])
 
 
 class _Grouped(torch.autograd.Function):
@@ -89,13 +132,15 @@ class _Grouped(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _each(x_SD: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
-    out_SF = x_SD.new_empty(len(x_SD), weight_EFD.shape[1])
-    parts = zip(*(torch.split(x, counts) for x in (out_SF, x_SD)), weight_EFD, strict=True)
-    for out_TF, x_TD, weight_FD in parts:
-        if len(x_TD):
-            out_TF.copy_(product(x_TD, weight_FD))
-    return out_SF
+def _each(
+    x_SD: Tensor,
+    weight_EFD: Tensor | Sequence[Tensor],
+    counts: list[int],
+    product: Callable[[Tensor, Tensor], Tensor] = product,
+) -> Tensor:
+    parts = zip(counts, torch.split(x_SD, counts), weight_EFD, strict=True)
+    outs = [product(x_TD, weight_FD) for count, x_TD, weight_FD in parts if count]
+    return torch.cat(outs) if outs else x_SD.new_empty(0, len(weight_EFD[0]))
 
 
 ExpertsInterface.register(EXPERTS, sorted_experts)

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tandem.models.experts import sparse_inputs
+
 _BIAS = "e_score_correction_bias"
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 _EACH = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
@@ -105,7 +107,8 @@ class Mixtures:
         self.biases: list[tuple[nn.Module, str]] = []
         for layer, (name, module) in enumerate(held.items()):
             block: Any = model.get_submodule(name.rpartition(".")[0])
-            block.forward = self._observed(_Choice, block.forward, layer)
+            sparse = type(block).__name__ == "Llama4TextMoe"
+            block.forward = self._observed(_Choice, sparse_inputs(block) if sparse else block.forward, layer)
             router: Any = _router(block, module)
             if router is None:
                 continue
@@ -123,6 +126,8 @@ class Mixtures:
         self, mode: Callable[..., TorchFunctionMode], plain: Callable[..., Any], layer: int
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.routing is None and mode is _Choice:
+                return plain(*args, **kwargs)  # the mode would only slow down the experts
             with mode(self.routing, layer, self):
                 return plain(*args, **kwargs)
 

@@ -335,7 +335,7 @@ FIGURES = (
     *PLANS,
 )  # fmt: skip
 SHOWN = {f"{each.__name__}.json": each for each in FIGURES}
-UNSHOWN = {"weight_sync.json", "window_model.json"}
+UNSHOWN = {"mixture_model.json", "weight_sync.json", "window_model.json"}
 """Files without a figure on any page."""
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.attention import Attention
+from tandem.engines.rollout.native.mixture import PACK_UP_TO_BYTES, packed_experts, replaced
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
@@ -41,6 +42,8 @@ class _Tokens(NamedTuple):
 class ModuleRunner:
     """A runner that calls the module's forward (see `Runner`).
 
+    On a CPU, it has packed copies of the weights of experts, unless the model is large.
+
     Args:
         module: The model.
         max_length: The maximum number of tokens of a sequence.
@@ -59,6 +62,7 @@ class ModuleRunner:
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
         self.weight_bytes = weight_bytes(module.parameters())
+        self._pack()
         found: list[tuple[int, LayerShape]] = []
 
         def record_shape(
@@ -88,10 +92,17 @@ class ModuleRunner:
     def renew(self, module: nn.Module) -> bool:
         """Return whether `module` is the module that this runner calls (see `Runner`)."""
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
-        return module is self._module and embedding.dtype == self.dtype
+        same = module is self._module and embedding.dtype == self.dtype
+        if same:
+            self._pack()
+        return same
+
+    def _pack(self) -> None:
+        few = self.weight_bytes <= PACK_UP_TO_BYTES
+        self._experts = packed_experts(self._module) if few else []
 
     def release_weights(self) -> bool:
-        """Do nothing, because this runner has no copies of weights (see `Runner`)."""
+        """Do nothing, because the packed copies go with the runner (see `Runner`)."""
         return False
 
     def reads(self) -> Sequence[Tensor]:
@@ -117,7 +128,7 @@ class ModuleRunner:
         self, ids_T: Tensor, positions_T: Tensor, levels_T: Tensor, logits_L: Tensor, call: _Call
     ) -> Tensor:
         angles, tokens = self._angles.used(levels_T), _Tokens(positions_T, call)
-        with borrowed(self._module, _ATTENTION), attending(tokens), angles:
+        with borrowed(self._module, _ATTENTION), attending(tokens), angles, replaced(self._experts):
             out = self._module(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor, device, dtype, nn
 
+from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.fused import FusedRunner, why_not_fused
 from tandem.engines.rollout.native.module import ModuleRunner
@@ -98,6 +99,8 @@ def make_runner(
         ConfigError: The model cannot be split evenly.
     """
     reason = "runner=module" if name == "module" else why_not_fused(module)
+    if reason is None and split.size > 1 and module.config.model_type not in PLAIN_DECODERS:  # type: ignore[union-attr,operator]
+        reason = "it cannot split a mixture of experts"
     if reason is None:
         if copies is None:
             copies = next(module.parameters()).is_cuda
