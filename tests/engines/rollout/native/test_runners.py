@@ -259,7 +259,8 @@ def test_a_step_tells_its_experts(tiny, sequences):
     """As many as the router's probabilities say: two of six."""
     runner, routing = FusedRunner(tiny("mixtral"), 64), Routing(records=True)
     step = step_input(sequences, STEPS[0])
-    with runner.mixtures.routed(routing), torch.inference_mode():
+    runner.mixtures.routing = routing
+    with torch.inference_mode():
         runner.forward(step, attention_of(runner))
     chosen = routing.experts()[: len(step.ids_T)]
     assert chosen.shape == (19, 2, 2) and (chosen < 6).all() and (chosen[..., 0] != chosen[..., 1]).all()
