@@ -159,7 +159,8 @@ class TrainEngine(Protocol):
         the tokens that it marks have scores instead.
 
         Args:
-            batch: this rank's rows.
+            batch: this rank's rows. If a policy's batch has the column `routed_experts`, these experts
+                compute the tokens.
             outputs: names of the outputs to compute.
             micro: the rule that splits the rows into micro-batches.
             adapter: False: use the base model without its adapters. The result is bit for bit the same as
@@ -171,7 +172,7 @@ class TrainEngine(Protocol):
         """Take one optimizer step over a mini-batch, of which `batch` is this rank's shard.
 
         The returned metrics are already reduced over ranks. They are the metrics of the loss, grad_norm and
-        lr.
+        lr. A column `routed_experts` has the same effect as in `forward`.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite. No weight has changed.

@@ -185,7 +185,7 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} & set(batch.batch)
+        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED, *self.module.replays} & set(batch.batch)
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
