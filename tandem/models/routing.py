@@ -14,7 +14,8 @@ Shapes: N tokens; L layers with a mixture; E experts; K chosen experts per token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -129,6 +130,15 @@ class Mixtures:
             wide = hasattr(module, "has_gate")
             plain = _linear(router) if type(router) is nn.Linear else router.forward
             router.forward = self._observed(partial(_Logits, wide=wide), plain, layer)
+
+    @contextmanager
+    def active(self, routing: Routing | None) -> Iterator[None]:
+        """Set `routing` inside the context. For forward passes without gradients."""
+        self.routing = routing
+        try:
+            yield
+        finally:
+            self.routing = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -25,6 +25,7 @@ from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.weights import MAPS, Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
+from tandem.models.routing import Mixtures
 
 _ROPE_TYPES = (
     "default",
@@ -103,6 +104,9 @@ class FusedRunner:
     Raises:
         ConfigError: The model's layers cannot be split as `split` requires.
     """
+
+    records: Mixtures | None = None
+    record_bytes = 0
 
     def __init__(
         self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE, *, copies: bool = False

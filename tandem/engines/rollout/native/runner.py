@@ -13,6 +13,7 @@ from tandem.engines.rollout.native.module import ModuleRunner
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
+from tandem.models.routing import Mixtures
 
 RunnerName = Literal["auto", "fused", "module"]
 
@@ -28,6 +29,9 @@ class Runner(Protocol):
         device: The device of the weights and of the KV cache.
         weight_bytes: The bytes of this rank's shard of the weights.
         copies: Whether the weights are the runner's own copies, so that the module's weights can be freed.
+        records: The mixtures whose choice of experts each forward records (see `PagedCache.record`); None if
+            nothing is recorded.
+        record_bytes: The bytes per token of what is recorded; 0 if nothing is.
     """
 
     layers: tuple[LayerShape, ...]
@@ -35,6 +39,8 @@ class Runner(Protocol):
     device: device
     weight_bytes: int
     copies: bool
+    records: Mixtures | None
+    record_bytes: int
 
     def renew(self, module: nn.Module) -> bool:
         """Switch to the module's current weights if they belong to the same model.
@@ -78,6 +84,7 @@ def make_runner(
     split: LayerSplit = WHOLE,
     *,
     copies: bool | None = None,
+    records: bool = False,
 ) -> Runner:
     """Create the named runner. "auto" means "fused" if that runner supports the model, else "module".
 
@@ -88,13 +95,17 @@ def make_runner(
         split: This rank's shard of each layer. Only the fused runner supports a split.
         copies: Whether the fused runner has copies of the weights (see `FusedRunner`). None means yes on
             CUDA, no elsewhere.
+        records: Whether the runner records the choice of experts, which only the runner "module" can.
 
     Raises:
+        ModelError: The choice of experts cannot be recorded.
         EngineError: The fused runner was requested but does not support the model, neither runner supports
             the model, or the runner does not support a split.
         ConfigError: The model cannot be split evenly.
     """
     reason = "runner=module" if name == "module" else why_not_fused(module)
+    if records:
+        reason = reason or "the choice of experts is recorded"
     if reason is None:
         if copies is None:
             copies = next(module.parameters()).is_cuda
@@ -113,4 +124,4 @@ def make_runner(
             got="fused",
             remedy="use runner=auto or runner=module",
         )
-    return ModuleRunner(module, max_length)
+    return ModuleRunner(module, max_length, records=records)

@@ -75,6 +75,7 @@ class Scheduler:
         waiting: The queue of requests that have no row yet.
         computed: For each row, the number of tokens whose keys and values are in the cache, or are computed
             by a launched step.
+        prompt_length: For each row, the number of tokens of its prompt.
         length: For each row, the number of its tokens, including sampled tokens that are not accepted yet.
     """
 
@@ -92,7 +93,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.computed = column(np.int64)
         self.length = column(np.int64)
-        self._prompt_length = column(np.int64)
+        self.prompt_length = column(np.int64)
         self._arrival = column(np.int64)
         self._prompt = column(object, None)  # the prompt as bytes, to compare prompts
         self._digests = column(object, None)  # of full blocks; None if they must never be reused
@@ -115,6 +116,14 @@ class Scheduler:
     def use(self) -> float:
         """Return the fraction of all blocks that are in use by sequences."""
         return self.blocks.in_use / self.blocks.pool.blocks if self.blocks.pool.blocks else 0.0
+
+    @property
+    def may_preempt(self) -> bool:
+        """Return whether the next step may take the blocks of a sequence."""
+        rows = slice(0, self.rows.count)
+        held = self.blocks.held[rows]
+        full = (held > 0) & (self.computed[rows] == held * self.block_size)
+        return int(np.count_nonzero(full)) > self.blocks.free_entries
 
     # The methods below add and remove sequences.
 
@@ -155,7 +164,7 @@ class Scheduler:
         self.blocks.restart()
         rows = slice(0, self.rows.count)
         self.computed[rows] = 0
-        self.length[rows] = self._prompt_length[rows] + self.rows.produced[rows]
+        self.length[rows] = self.prompt_length[rows] + self.rows.produced[rows]
         for row in range(self.rows.count):
             self._digests[row] = []
 
@@ -199,7 +208,7 @@ class Scheduler:
         draft = _Draft(budget, count, first, [1] * count, list(first), list(range(count)))
         rows = slice(0, self.rows.count)
         begun = (self.blocks.held[rows] > 0) & (self.computed[rows] < self.length[rows])
-        begun &= self.length[rows] - self._prompt_length[rows] < self.rows.max_tokens[rows]
+        begun &= self.length[rows] - self.prompt_length[rows] < self.rows.max_tokens[rows]
         begun[decode] = False
         for row in self._by_arrival(begun):
             self._add(row, draft)
@@ -220,7 +229,7 @@ class Scheduler:
         while True:
             rows = slice(0, self.rows.count)
             length, computed = self.length[rows], self.computed[rows]
-            written = length - self._prompt_length[rows]
+            written = length - self.prompt_length[rows]
             ready = (computed + 1 == length) & (written > 0) & (written < self.rows.max_tokens[rows])
             decode = np.flatnonzero(ready)
             full = decode[computed[decode] == self.blocks.held[decode] * self.block_size]
@@ -271,7 +280,7 @@ class Scheduler:
         self._arrival[rows] = np.arange(self._arrivals, self._arrivals + batch)
         self._arrivals += batch
         for row, request in zip(rows.tolist(), requests, strict=True):
-            self.length[row] = self._prompt_length[row] = len(request.prompt_ids)
+            self.length[row] = self.prompt_length[row] = len(request.prompt_ids)
             self._prompt[row] = np.ascontiguousarray(request.prompt_ids, dtype=np.int64).tobytes()
             self._digests[row] = []
 
@@ -328,7 +337,7 @@ class Scheduler:
         held = self.blocks.held[rows]
         if not held.any():
             return True  # the cache is always large enough for the longest sequence
-        most = self.blocks.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
+        most = self.blocks.blocks_for(self.prompt_length[rows] + self.rows.max_tokens[rows])
         growing = np.count_nonzero((held > 0) & (held < most))
         growing += self.blocks.blocks_for(int(self.length[row])) < most[row]
         return bool(self.blocks.pool.free - blocks >= growing * len(self.blocks.tables))
