@@ -53,8 +53,8 @@ class Routing:
         chosen: the experts of each layer, (N, K) int64, by the number of the layer.
         observed: the scalars from `observe` by the number of the layer.
         sigmoid: whether the routers apply a sigmoid to their logits; otherwise a softmax.
-        own: (N, K) int64, what the router of the layer that runs would choose, if a choice is replayed and the
-            mixtures are observed.
+        own: (N, K) int64, what the router of the layer that runs would choose itself, if a choice is replayed
+            and the mixtures are observed.
         places: (N) int64, the position of each of the N tokens among the tokens that the model computes; None
             if they are the same.
     """

@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.config.root import TrainConfig
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.weight_sync import Digest, Sent, WeightBucket, buckets
+from tandem.models.routing import ROUTED
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
@@ -39,7 +40,8 @@ class ActorPart:
         self._actor = config.actor_rollout_ref.actor
         self._rollout = config.actor_rollout_ref.rollout
         self._adapters = config.actor_rollout_ref.model.lora_rank > 0
-        self._outputs = old_outputs | {"log_probs"}
+        self._replay = self._actor.router_replay.mode
+        self._outputs = old_outputs | {"log_probs"} | ({ROUTED} if self._replay == "R2" else set())
         correction = config.algorithm.rollout_correction
         self._bypasses = correction.bypass_mode
         self.loss = ActorLoss.from_config(
@@ -55,8 +57,9 @@ class ActorPart:
         """Return the log-probs `old_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
 
         The result also has the columns in `old_outputs`: `sum_pi_squared`, `entropy` in nats, and `ref_kl` in
-        nats. For `ref_kl` the batch needs the column `ref_hidden`. This method also measures the difference
-        between the computed log-probs and the rollout engine's log-probs.
+        nats. For `ref_kl` the batch needs the column `ref_hidden`. With router_replay.mode=R2, the result
+        also has the choice of experts, `routed_experts`. This method also measures the difference between the
+        computed log-probs and the rollout engine's log-probs.
         """
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
@@ -112,6 +115,8 @@ class ActorPart:
             first: Whether this is the first update of the training step.
             entropy_coeff: The coefficient of the entropy bonus. None means the config's coefficient.
         """
+        if self._replay == "R3":
+            batch.ragged(ROUTED)  # raises if the samples do not have it
         loss = self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))

@@ -42,6 +42,7 @@ def make_rollout_engine(
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
     log_file: Path | None = None,
+    records_experts: bool = False,
 ) -> RolloutEngine:
     """Create the engine with the given name, without weights.
 
@@ -60,6 +61,7 @@ def make_rollout_engine(
         trust_remote_code: Whether native and hf run the model class that the folder contains.
         dtype: The dtype of the weights that the engine will get (vllm, sglang).
         log_file: The file for the output of a server that is started here. None means a temporary file.
+        records_experts: Whether samples contain the experts that computed their tokens (native only).
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
@@ -77,7 +79,9 @@ def make_rollout_engine(
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", "sglang", *HTTP_ENGINES))
         raise ConfigError("there is no rollout engine of this name", field=_NAME, got=name, expected=known)
-    options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
+    options: dict[str, Any] = {}
+    if name == "native":
+        options = {"split": split, "say": say, "records_experts": records_experts, **_native_options(rollout)}
     stream = None
     if model_path is not None:
         stream = OwnWeights(model_path, device, trust_remote_code=trust_remote_code)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tandem.engines.weight_sync import Digest
 from tandem.models.kernels import Kernels
 from tandem.models.parallel import Share
+from tandem.models.routing import Mixtures
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
@@ -133,6 +134,8 @@ class TrainEngine(Protocol):
     """
     kernels: Kernels
     """The kernels that compute the layers and the log-probs."""
+    mixtures: Mixtures
+    """The mixtures of experts of the model."""
 
     @property
     def compute_dtype(self) -> torch.dtype:

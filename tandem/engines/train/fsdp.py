@@ -106,7 +106,7 @@ class FSDPEngine:
         self._data_group = self.grid.work["data"].get_group()  # the ranks with different rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         division.check_layout(self.module)
-        self.kernels = self.module.kernels
+        self.kernels, self.mixtures = self.module.kernels, self.module.mixtures
         self._routers = Routers(self.module, model.mixture, self.grid, self._meter)
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
@@ -185,7 +185,9 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED, *self.module.replays} & set(batch.batch)
+        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED, *self.module.replays} & set(
+            batch.batch
+        )
         batch = batch.select(sorted({"tokens", *kept, *columns}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None

@@ -11,7 +11,7 @@ from tandem.protocol import Ragged
 from tests.engines.train import synthetic
 from tests.engines.train.models import NO_IDS, UNTIED
 from tests.engines.train.on_ranks import on_ranks
-from tests.engines.train.synthetic import CUTS, KEPT, SyntheticLoss, make_batch, make_engine
+from tests.engines.train.synthetic import CUTS, KEPT, make_batch, make_engine
 from tests.engines.train.test_routers import CONFIGS as ROUTED_CONFIGS
 from tests.support.marks import slow_but
 

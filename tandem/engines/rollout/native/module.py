@@ -10,7 +10,6 @@ The shape suffixes of `paged` apply. A leading 1 is the dimension of the single 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -128,9 +127,9 @@ class ModuleRunner:
         self, ids_T: Tensor, positions_T: Tensor, logits_L: Tensor, call: _Call
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logits, and (T, L, K) the experts if they are recorded."""
-        routing = Routing(records=True) if self.records is not None else None
-        routed = nullcontext() if self.records is None else self.records.active(routing)
-        with borrowed(self._module, _ATTENTION), attending(_Tokens(positions_T, call)), routed:
+        mixtures, routing = self.records or NO_MIXTURES, Routing(records=True)
+        tokens = _Tokens(positions_T, call)
+        with borrowed(self._module, _ATTENTION), attending(tokens), mixtures.active(routing):
             out = self._module(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
@@ -139,7 +138,7 @@ class ModuleRunner:
                 logits_to_keep=logits_L,
             )
         logits: Tensor = out.logits[0]
-        return logits, None if self.records is None else self.records.recorded(routing)
+        return logits, None if self.records is None else mixtures.recorded(routing)
 
 
 def _attention(

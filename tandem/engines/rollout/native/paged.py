@@ -124,8 +124,8 @@ class PagedCache:
         device: The device.
         lasting: Whether to use memory that can be freed and allocated again at the same addresses, if the
             device supports it.
-        record_bytes: The number of bytes per token that are stored beside keys and values (see `record`). If it
-            is not 0, a layer must keep all tokens.
+        record_bytes: The number of bytes per token that are stored beside keys and values (see `record`). If
+            it is not 0, a layer must keep all tokens.
 
     Attributes:
         groups: The groups of layers that have their own block tables.
@@ -200,7 +200,7 @@ def groups_of(layers: Sequence[LayerShape]) -> LayerGroups:
 
 
 def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype, record_bytes: int = 0) -> int:
-    """Return the bytes of one token in a block: keys and values in the layers of one group, and the record."""
+    """Return the bytes of one token in a block: those of the layers of one group, and those of the record."""
     kinds = layers[: groups_of(layers).size]
     entries = sum(kind.kv_heads * (kind.key_dim + kind.value_dim) for kind in kinds)
     return entries * dtype.itemsize + record_bytes

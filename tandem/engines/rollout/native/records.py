@@ -1,7 +1,7 @@
 """The experts that computed the tokens of finished sequences, read from the KV cache.
 
-The cache stores the choice of the routers beside each token's keys and values. So the choice follows the blocks
-of the cache: when a prompt's blocks are shared, found again, copied, or computed again.
+The cache stores the choice of the routers beside each token's keys and values. So the choice follows the
+blocks of the cache: when a prompt's blocks are shared, found again, copied, or computed again.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tandem.protocol import Sample
 class Records:
     """A reader of the recorded experts.
 
-    On CUDA, it reads on its own stream, beside a step that is already launched. That step overwrites no slot of
-    a sequence that has finished. Later steps wait for the reader.
+    On CUDA, it reads on its own stream, beside a step that is already launched. That step overwrites no slot
+    of a sequence that has finished. Later steps wait for the reader.
     """
 
     device: torch.device

@@ -40,9 +40,7 @@ class Store:
 
     def per_block(self, runner: Runner) -> int:
         """Return the number of bytes of one block."""
-        return self.room.block_size * bytes_per_token(
-            runner.layers, runner.dtype, runner.record_bytes
-        )
+        return self.room.block_size * bytes_per_token(runner.layers, runner.dtype, runner.record_bytes)
 
     def is_of(self, runner: Runner) -> bool:
         """Return whether there is no cache, or the cache fits the runner's layers."""

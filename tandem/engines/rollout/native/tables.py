@@ -88,8 +88,8 @@ class BlockTables:
     def slots(self, row: int, tokens: int) -> Index:
         """Return the cache slots of a row's first tokens, in the group of layers that keeps all tokens."""
         block, offset = np.divmod(np.arange(tokens), self.block_size)
-        table = self.tables[self.groups.windows.index(0)]
-        return table[row, block].astype(np.int64) * self.block_size + offset
+        blocks: Index = self.tables[self.groups.windows.index(0)][row, block].astype(np.int64)
+        return blocks * self.block_size + offset
 
     def clear(self, rows: Index | slice) -> None:
         """Set that these rows, new ones or all of them, hold no blocks. Nothing is given back."""

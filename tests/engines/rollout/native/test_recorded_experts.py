@@ -50,7 +50,7 @@ def make(model, **options):
 
 
 def alone(model, asked, sample):
-    """Return (P + R, L, K) the experts of a sequence's tokens in a forward pass of its own; zeros at the end."""
+    """Return (P + R, L, K) the experts of a sequence's tokens in a forward pass of its own; then zeros."""
     ids = torch.from_numpy(np.concatenate([asked.prompt_ids, sample.token_ids]))
     routing = Routing(records=True)
     with torch.no_grad(), model.mixtures.active(routing):
