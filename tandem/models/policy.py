@@ -24,7 +24,7 @@ from tandem.models.logits import LogitRule, for_bias, with_bias
 from tandem.models.lora import plain_name, without_adapters
 from tandem.models.masks import attending
 from tandem.models.packing import PackedInputs
-from tandem.models.routing import NO_MIXTURES, ROUTED, Mixtures, Routing
+from tandem.models.routing import MISSED, NO_MIXTURES, ROUTED, Mixtures, Routing
 from tandem.models.tensor_group import TensorGroup, local
 
 
@@ -125,7 +125,7 @@ class PolicyModel(PackedModel):
     """
 
     kind = "policy"
-    outputs = frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden", ROUTED})
+    outputs = frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden", ROUTED, MISSED})
     replays = frozenset({ROUTED})
     tensor_group: TensorGroup | None = None
     reference_head: Tensor | None = None
@@ -161,7 +161,8 @@ class PolicyModel(PackedModel):
             outputs: names of outputs. "log_probs" and "entropy" are in nats. "sum_pi_squared" has no
                 gradient. "ref_kl" is KL(policy || reference) in nats. All of these belong to the distribution
                 that predicts the token. "hidden" is (T, D), the last hidden state that predicts the token, in
-                the compute dtype. "routed_experts" is (T, L, K) integers, see `ROUTED`.
+                the compute dtype. "routed_experts" is (T, L, K) integers, see `ROUTED`; "missed_experts" is
+                (T) int64, see `MISSED`, and needs experts to replay.
 
         Raises:
             EngineError: If a policy does not have one of the outputs, or the reference's data for "ref_kl"
@@ -190,6 +191,8 @@ class PolicyModel(PackedModel):
         columns = {name: at_positions(value, inputs) for name, value in asked.items()}
         if ROUTED in outputs:
             columns[ROUTED] = at_origins(self.mixtures.recorded(routing), inputs)
+        if MISSED in outputs:
+            columns[MISSED] = at_origins(torch.stack(list(routing.missed.values())).sum(0), inputs)
         return columns
 
     def _reference(self, hidden_KD: Tensor, reference_KD: Tensor | None) -> tuple[Tensor, Tensor]:

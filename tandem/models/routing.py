@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from tandem.errors import ModelError
 
+MISSED = "missed_experts"
+"""The policy's output with the number of replayed experts, over all layers, that routers would not choose."""
 ROUTED = "routed_experts"
 """The column with the experts that compute each token when it is an input, ragged (T, L, K).
 
@@ -53,8 +55,8 @@ class Routing:
         chosen: the experts of each layer, (N, K) int64, by the number of the layer.
         observed: the scalars from `observe` by the number of the layer.
         sigmoid: whether the routers apply a sigmoid to their logits; otherwise a softmax.
-        own: (N, K) int64, what the router of the layer that runs would choose itself, if a choice is replayed
-            and the mixtures are observed.
+        missed: (N) int64, how many of the replayed experts of each token the router would not choose itself,
+            by the number of the layer.
         places: (N) int64, the position of each of the N tokens among the tokens that the model computes; None
             if they are the same.
     """
@@ -72,7 +74,7 @@ class Routing:
         self.sigmoid = False
         self.places: Tensor | None = None
         self.logits: Tensor | None = None  # of the layer that runs
-        self.own: Tensor | None = None
+        self.missed: dict[int, Tensor] = {}
 
     def spread(self, places_N: Tensor, computed: int) -> None:
         """Set the positions of the tokens among the `computed` tokens, which include padding."""
@@ -220,9 +222,10 @@ class _Choice(TorchFunctionMode):
         if routing.replayed is None:
             found = func(scores, k, *args, **kwargs)
         else:
-            if routing.observe is not None:
-                routing.own = routing.at_tokens(func(scores, k, *args, **kwargs).indices)
+            own = func(scores, k, *args, **kwargs).indices
             indices = routing.replayed[:, self._layer].to(torch.int64)
+            missed = (indices.unsqueeze(2) != own.unsqueeze(1)).all(2).sum(1)
+            routing.missed.setdefault(self._layer, routing.at_tokens(missed))
             found = torch.return_types.topk((scores.gather(1, indices), indices))
         if routing.records:
             routing.chosen.setdefault(self._layer, routing.at_tokens(found.indices))

@@ -10,7 +10,7 @@ from torch import Tensor
 from tandem.config.root import TrainConfig
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.weight_sync import Digest, Sent, WeightBucket, buckets
-from tandem.models.routing import ROUTED
+from tandem.models.routing import MISSED, ROUTED
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
@@ -41,7 +41,8 @@ class ActorPart:
         self._rollout = config.actor_rollout_ref.rollout
         self._adapters = config.actor_rollout_ref.model.lora_rank > 0
         self._replay = self._actor.router_replay.mode
-        self._outputs = old_outputs | {"log_probs"} | ({ROUTED} if self._replay == "R2" else set())
+        of_mode = {"R2": {ROUTED}, "R3": {MISSED}}.get(self._replay, set())
+        self._outputs = old_outputs | {"log_probs"} | of_mode
         correction = config.algorithm.rollout_correction
         self._bypasses = correction.bypass_mode
         self.loss = ActorLoss.from_config(
@@ -59,7 +60,8 @@ class ActorPart:
         The result also has the columns in `old_outputs`: `sum_pi_squared`, `entropy` in nats, and `ref_kl` in
         nats. For `ref_kl` the batch needs the column `ref_hidden`. With router_replay.mode=R2, the result
         also has the choice of experts, `routed_experts`. This method also measures the difference between the
-        computed log-probs and the rollout engine's log-probs.
+        computed log-probs and the rollout engine's log-probs. With mode R3, it measures how many of the
+        rollout's experts the routers would not choose here, `rollout/experts_differ`.
         """
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
@@ -69,7 +71,12 @@ class ActorPart:
         if columns and len(out.values) and self.engine.share.leads:
             add_rollout_gap(worker.observed, out.values, columns, batch.ragged("response_mask").values)
             self._add_evidence(worker, batch)
-        others = {name: column for name, column in computed.batch.items() if name != "log_probs"}
+        if MISSED in computed and self.engine.share.leads:
+            missed, mixtures = computed.ragged(MISSED), self.engine.mixtures
+            inputs = len(missed.values) - len(missed)  # the last token of a sequence is no input
+            chosen = float(inputs * mixtures.layers * mixtures.each)
+            worker.observed.add_mean("rollout/experts_differ", float(missed.values.sum()), chosen)
+        others = {n: column for n, column in computed.batch.items() if n not in ("log_probs", MISSED)}
         return DataProto({"old_log_probs": out, **others})
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", collect="first")

@@ -123,9 +123,8 @@ class Routers:
             uses_NE = torch.zeros_like(logits_NE).scatter(1, chosen_NK, 1.0) * real_N1
             if layer not in routing.observed:
                 self._count(layer, scores_NE.detach() * real_N1, uses_NE)
-                if routing.own is not None:
-                    missed_NK = (chosen_NK.unsqueeze(2) != routing.own.unsqueeze(1)).all(2) & real_N[:, None]
-                    self._sums[layer, -1] += missed_NK.sum()
+                if layer in routing.missed:
+                    self._sums[layer, -1] += (routing.missed[layer] * real_N).sum()
             # Megatron-LM and DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20) sum this over layers.
             uses_BE, scores_BE = (
                 uses_NE.new_zeros(count, uses_NE.shape[1]).index_add(0, rows_N, values_NE)
