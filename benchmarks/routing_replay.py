@@ -1,9 +1,9 @@
 """Measure how far rollout and training differ in a mixture of experts, without and with replay.
 
 The native engine generates responses in bf16. Then the training engine computes their log-probs in bf16:
-without replay, and with the rollout's experts (R3). Then updates follow, and the log-probs are computed again:
-without replay, with the experts of the first pass (R2), and with the rollout's experts (R3). The program prints
-for each pair of passes the share of experts that differ, and the mean and largest |difference| of log-probs.
+without replay, and with the rollout's experts (R3). Updates follow, and the log-probs are computed again:
+without replay, with the experts of the first pass (R2), and with the rollout's experts (R3). For each pair of
+passes, the program prints the share of differing experts, and the mean and largest |difference| of log-probs.
 
     python benchmarks/routing_replay.py [--updates 4] [--lr 1e-5] [--dtype bf16] [--out FILE]
 """

@@ -38,7 +38,7 @@ from tandem.trainer.takes import (
 _LEARNT = (
     *("reward/*", "response_length/*", "prompt_length/*", "tokens/*", "advantages/*", "returns/*", "actor/*"),
     *("router/*", "critic/*", "rollout_corr/*", "rollout/log_prob_diff_*", "rollout/prob_*", "rollout/kl"),
-    "rollout/version_lag",
+    *("rollout/version_lag", "rollout/experts_differ"),
 )
 """The metrics that training computes. All other metrics describe generation, time or the machine."""
 _CHANGEABLE = (

@@ -1,11 +1,15 @@
 """The experts that the native engine records, against a forward pass over each whole sequence alone."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.native import steps
+from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.errors import EngineError, ModelError
 from tandem.models.experts import EXPERTS
@@ -45,8 +49,17 @@ def mixture(name):
     return model
 
 
-def make(model, **options):
-    return native(model, block_size=4, max_length=400, records_experts=True, **options)
+def make(model, graphs=False, **options):
+    """Make an engine that records. With `graphs`, decode steps run in the fixed buffers of CUDA graphs."""
+    engine = native(model, block_size=4, max_length=400, records_experts=True, **options)
+    engine._steps.graphs = engine._split_steps = graphs
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def no_capture(monkeypatch):
+    again = partial(GraphedRunner, capture=lambda work: work)
+    monkeypatch.setattr(steps, "GraphedRunner", again)
 
 
 def alone(model, asked, sample):
@@ -71,6 +84,7 @@ CASES = [
     ("qwen3_moe", {"enable_chunked_prefill": False}),
     ("qwen3_moe", {"enable_prefix_caching": False}),
     ("gpt_oss", {"run_ahead": True, "max_num_batched_tokens": 9}),
+    ("gpt_oss", {"run_ahead": True, "graphs": True}),
 ]
 
 
