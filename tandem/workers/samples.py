@@ -59,8 +59,7 @@ def rollout_batch(
         mixtures: The mixtures of the model, if the samples have the experts that computed their tokens.
     """
     prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
-    response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
-    lengths = prompt_lengths + response_lengths
+    lengths = prompt_lengths + torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
     pieces = [part for r, s in zip(requests, samples, strict=True) for part in (r.prompt_ids, s.token_ids)]
     ids = np.concatenate(pieces) if pieces else np.empty(0)
     tokens = Ragged.from_lengths(torch.from_numpy(ids).to(torch.int64), lengths)

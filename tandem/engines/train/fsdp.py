@@ -185,10 +185,8 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED, *self.module.replays} & set(
-            batch.batch
-        )
-        batch = batch.select(sorted({"tokens", *kept, *columns}), ())
+        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} | self.module.replays
+        batch = batch.select(sorted({"tokens", *columns, *(kept & set(batch.batch))}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
