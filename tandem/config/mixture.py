@@ -30,10 +30,10 @@ class MixtureConfig(Section):
 
 
 _RECORDED = Check(
-    lambda own, mode: mode == "R3" and root(own).actor_rollout_ref.rollout.name != "native",
+    lambda own, mode: mode == "R3" and root(own).actor_rollout_ref.rollout.name not in ("native", "hf"),
     "this rollout engine does not return the experts of its tokens",
     got="{=} with {actor_rollout_ref.rollout.name=}",
-    expected="{actor_rollout_ref.rollout.name}=native, or {}=R2",
+    expected="{actor_rollout_ref.rollout.name}=native or hf, or {}=R2",
 )
 _NO_STAGES = Check(
     lambda own, mode: (

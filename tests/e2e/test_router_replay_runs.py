@@ -7,6 +7,7 @@ from tandem.models.routing import ROUTED
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
 from tandem.trainer.replay import replay
+from tests.support.families import make_family
 from tests.support.refusing import refused
 from tests.support.runs import assert_same
 from tests.support.tiny import make_model
@@ -53,9 +54,18 @@ def test_two_ranks_on_ray(lab, of, ray_cluster, words):
     assert all(row["rollout/log_prob_diff_mean"] < 0.02 for row in run.rows)
 
 
+@pytest.mark.slow
+def test_sequences_in_rows_replay_what_transformers_generated(lab, tmp_path):
+    words = f"M.path={make_family(tmp_path, 'qwen3_next')} {lab.letters} R.name=hf A.router_replay.mode=R3"
+    run = lab.run("rows", words, "A.ppo_mini_batch_size=2")
+    for row in run.rows:
+        assert row["rollout/experts_differ"] < 1e-3 and row["rollout/log_prob_diff_max"] < 1e-4
+        assert 0 < row["router/differs"] < 0.5
+
+
 @pytest.mark.parametrize(("words", "kind"), [
     ("A.router_replay.mode=R3", ModelError), ("A.router_replay.mode=R2", ModelError),
-    ("A.router_replay.mode=R3 R.name=hf", ConfigError),
+    ("A.router_replay.mode=R3 R.name=vllm", ConfigError),
     ("A.router_replay.mode=R2 FS.pipeline_parallel_size=2", ConfigError),
     ("A.router_replay.mode=R2 C.bypass_mode=true", ConfigError),
 ])  # fmt: skip

@@ -61,7 +61,7 @@ def make_rollout_engine(
         trust_remote_code: Whether native and hf run the model class that the folder contains.
         dtype: The dtype of the weights that the engine will get (vllm, sglang).
         log_file: The file for the output of a server that is started here. None means a temporary file.
-        records_experts: Whether samples contain the experts that computed their tokens (native only).
+        records_experts: Whether samples contain the experts that computed their tokens (native and hf).
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
@@ -79,13 +79,11 @@ def make_rollout_engine(
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", "sglang", *HTTP_ENGINES))
         raise ConfigError("there is no rollout engine of this name", field=_NAME, got=name, expected=known)
-    options: dict[str, Any] = {}
-    if name == "native":
-        options = {"split": split, "say": say, "records_experts": records_experts, **_native_options(rollout)}
+    options = _native_options(rollout) | {"split": split, "say": say} if name == "native" else {}
     stream = None
     if model_path is not None:
         stream = OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
-    common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
+    common |= {"max_num_batched_tokens": rollout.max_num_batched_tokens, "records_experts": records_experts}
     return _ENGINES[name](device=device, own=stream, logprobs_mode=rollout.logprobs_mode, **common, **options)
 
 

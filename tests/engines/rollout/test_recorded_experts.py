@@ -1,4 +1,4 @@
-"""The experts that the native engine records, against a forward pass over each whole sequence alone."""
+"""The experts that the engines in this process record, against a forward pass over each sequence alone."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tandem.engines.rollout.base import SharedModule, generate
+from tandem.engines.rollout.hf import HFEngine
 from tandem.engines.rollout.native import steps
 from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.engines.rollout.own_weights import OwnWeights
@@ -134,6 +135,15 @@ def test_weights_of_a_stream_are_recorded_too(tmp_path):
     engine.update_weights(stream(model), 0)
     asked = request("a", prompt=9, max_tokens=30)
     check(model, [asked], {asked.id: generate(engine, [asked])[0]})
+
+
+@pytest.mark.parametrize("name", slow_but(["deepseek_v3"], MODELS))
+def test_the_engine_of_transformers_records_too(name, make_requests):
+    model, requests = mixture(name), make_requests(4, 2, temperature=1.0)
+    engine = HFEngine(device=CPU, max_length=128, max_num_seqs=5, records_experts=True)
+    engine.update_weights(SharedModule(model), 0)
+    engine.submit(requests)
+    check(model, requests, drain(engine))
 
 
 def test_what_cannot_be_recorded_is_refused(tiny):
