@@ -63,6 +63,7 @@ class ActorPart:
         computed log-probs and the rollout engine's log-probs. With mode R3, it measures how many of the
         rollout's experts the routers would not choose here, `rollout/experts_differ`.
         """
+        self._check_experts(batch)
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
             computed = self.engine.forward(batch, outputs=self._outputs, micro=micro)
@@ -97,6 +98,10 @@ class ActorPart:
         if self.engine.share.leads:
             worker.observed = Metrics.merged([worker.observed, measured])
 
+    def _check_experts(self, batch: DataProto) -> None:
+        if self._replay == "R3":
+            batch.ragged(ROUTED)  # a DataError if the samples lack the rollout's experts
+
     def _add_evidence(self, worker: EngineWorker, batch: DataProto) -> None:
         rollout, engine = self._rollout, self.engine
         limit = difference_limit(rollout.log_prob_diff_limit, engine.compute_dtype, rollout.temperature)
@@ -122,8 +127,7 @@ class ActorPart:
             first: Whether this is the first update of the training step.
             entropy_coeff: The coefficient of the entropy bonus. None means the config's coefficient.
         """
-        if self._replay == "R3":
-            batch.ragged(ROUTED)  # raises if the samples do not have it
+        self._check_experts(batch)
         loss = self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))
