@@ -58,7 +58,7 @@ def _updates_once(own: Any, mode: str) -> bool:
 
 _UPDATES = Check(
     _updates_once,
-    "{}=R2: no effect; with one update per step, the policy's old log-probs are those of the update itself.",
+    "{}=R2: little or no effect, because there is only one update per step.",
     notice=True,
 )
 
