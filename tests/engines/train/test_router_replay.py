@@ -134,9 +134,9 @@ def test_recorded_experts_are_those_of_each_sequence_alone(folders, name):
         assert not chosen_TLK[-1].any() or len(chosen_TLK) == 1
 
 
-def on_each_rank(folder, sequence_parallel):
+def on_each_rank(folder, options):
     """Return what a rank records, and the log-probs, gradients and metric of a replay."""
-    engine = make_engine(folder, sequence_parallel=sequence_parallel)
+    engine = make_engine(folder, **options)
     batch = routed(make_batch())
     if engine.share.size > 1:
         batch = batch[:7] if engine.share.rank == 0 else batch[7:]
@@ -147,12 +147,15 @@ def on_each_rank(folder, sequence_parallel):
     return recorded.ragged(ROUTED), out.ragged("log_probs"), found, metrics["router/differs"]
 
 
-@pytest.mark.parametrize("sequence_parallel", [1, 2])
-def test_two_ranks_record_and_replay_like_one(folders, sequence_parallel):
-    alone = on_each_rank(folders / "qwen3_moe", 1)
-    both = on_ranks(on_each_rank, folders / "qwen3_moe", sequence_parallel)
+DIVISIONS = {"rows": {}, "tokens": {"sequence_parallel": 2}}
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_two_ranks_record_and_replay_like_one(folders, division):
+    alone = on_each_rank(folders / "qwen3_moe", {})
+    both = on_ranks(on_each_rank, folders / "qwen3_moe", DIVISIONS[division])
     for found, whole in zip(zip(*both, strict=True), alone[:2], strict=False):
-        joined = found[0] if sequence_parallel > 1 else Ragged.cat(found)
+        joined = Ragged.cat(found) if division == "rows" else found[0]
         torch.testing.assert_close(joined.values, whole.values, rtol=1e-9, atol=1e-9)
     for _, _, gradients, differs in both:
         assert synthetic.relative_difference(gradients, alone[2]) <= 1e-9
