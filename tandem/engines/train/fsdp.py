@@ -105,7 +105,7 @@ class FSDPEngine:
         self._data_group = self.grid.work["data"].get_group()  # the ranks with different rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         division.check_layout(self.module)
-        self.kernels = self.module.kernels
+        self.kernels, self.mixtures = self.module.kernels, self.module.mixtures
         self._routers = Routers(self.module, model.mixture, self.grid, self._meter)
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
@@ -184,8 +184,8 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} & set(batch.batch)
-        batch = batch.select(sorted({"tokens", *kept, *columns}), ())
+        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} | self.module.replays
+        batch = batch.select(sorted({"tokens", *columns, *(kept & set(batch.batch))}), ())
         lengths = batch.ragged("tokens").lengths.tolist()
         block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
         stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0

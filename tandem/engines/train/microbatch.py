@@ -18,6 +18,7 @@ from tandem.engines.weight_sync import buckets
 from tandem.errors import NoTokensError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
+from tandem.models.routing import ROUTED, Routing
 from tandem.protocol import DataProto, Ragged
 
 # On a CPU, larger micro-batches need more memory and are not faster, because their activations do not fit
@@ -203,7 +204,7 @@ def assemble(
         batch: the rank's rows. The column `tokens` is required. `response_mask` limits the outputs to
             response tokens. `sequence_lengths` is needed if a row contains several sequences, `ref_hidden`
             for the exact KL to the reference policy, and `judged_tokens` for a model that scores other tokens
-            than the last.
+            than the last. `routed_experts` sets the experts that compute each token.
         rows: the row indices of the micro-batch.
         columns: the names of ragged or dense columns for the loss.
         device: the model's device.
@@ -222,6 +223,11 @@ def assemble(
     if REFERENCE in part:
         hidden_TD = part.ragged(REFERENCE).values.to(device)
         inputs = replace(inputs, reference=hidden_TD.index_select(0, inputs.places))
+    if ROUTED in part:
+        assert inputs.origins is not None
+        replayed_TLK = part.ragged(ROUTED).values.to(device)
+        replayed_NLK = replayed_TLK.index_select(0, inputs.origins.clamp(min=0))  # padding has any experts
+        inputs = replace(inputs, routing=Routing(replayed_NLK))
     offsets, *values = to_device([tokens.offsets, *(flat(part, name) for name in names)], device)
     return MicroBatch(
         rows=rows,

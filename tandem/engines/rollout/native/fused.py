@@ -27,6 +27,7 @@ from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.weights import MAPS, Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
+from tandem.models.routing import Routing
 
 _ROPE_TYPES = (
     "default",
@@ -106,6 +107,7 @@ class FusedRunner:
         split: This rank's shard of each layer.
         copies: Whether the runner has its own copies of all weights. New weights are then copied to the same
             addresses, and the runner uses no tensor of the module. On a CPU only tests set this.
+        records: Whether to record the choice of experts.
 
     Raises:
         ConfigError: The model's layers cannot be split as `split` requires.
@@ -114,7 +116,13 @@ class FusedRunner:
     angle_limits: tuple[int, ...] = ()
 
     def __init__(
-        self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE, *, copies: bool = False
+        self,
+        module: nn.Module,
+        max_length: int,
+        split: LayerSplit = WHOLE,
+        *,
+        copies: bool = False,
+        records: bool = False,
     ) -> None:
         config: Any = module.config
         split.check(config)
@@ -142,6 +150,8 @@ class FusedRunner:
         [self._first_norm_E] = held[norms[0]]
         self._norms: dict[str, Tensor] = {}  # norm weights of all heads, concatenated
         self.mixtures, self._mlps = mixtures_of(module, held, self._ops.gate, packs=self._rounds)
+        self.records = self.mixtures if records else None
+        self.record_bytes = records * self.mixtures.record_bytes
         self._layers = [
             self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window) or 0)
             for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
@@ -150,6 +160,8 @@ class FusedRunner:
         self._head = self._linear(held, "head" if "head" in held else "embedding")
         shape = (heads.kv_heads, heads.head_dim, heads.head_dim)
         windows = [layer.sight.window_of(max_length) for layer in self._layers]
+        if records and all(windows):
+            windows = [0] * len(windows)  # the records need blocks that stay
         self.layers = tuple(LayerShape(*shape, window) for window in windows)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
@@ -226,6 +238,15 @@ class FusedRunner:
         return None if self._copies is None else self._copies.named(parts_of(module, self._split))
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        if self.records is None:
+            return self._forward(step, attention)
+        routing = Routing(records=True)
+        with self.records.active(routing):
+            logits_LV = self._forward(step, attention)
+        attention.cache.record(step, self.records.recorded(routing)[: len(step.ids_T)])
+        return logits_LV
+
+    def _forward(self, step: StepInput, attention: Attention) -> Tensor:
         summed = self._split.summed
         x_RE = F.embedding(self._rounded(step.ids_T), self.embedding_VE)
         x_RE, normed_RE = self._ops.norm(x_RE, None, self._first_norm_E)
