@@ -14,19 +14,12 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
-from tandem.engines.train.base import JUDGED, REFERENCE, Counts, LossFn, MicroBatching, RecountingLoss
+from tandem.engines.train.base import Counts, LossFn, MicroBatching, RecountingLoss
 from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
 from tandem.engines.train.execution import Execution, collected
 from tandem.engines.train.gradients import check_finite, scale
-from tandem.engines.train.microbatch import (
-    CPU_BLOCK_TOKENS,
-    MicroBatch,
-    assemble,
-    cut_alike,
-    global_counts,
-    most_tokens,
-)
+from tandem.engines.train.microbatch import MicroBatch, global_counts, micro_batches
 from tandem.engines.train.module import Kind, Settings, check_options, unsharded_module
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.pipelined import Pipelined
@@ -184,21 +177,17 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} | self.module.replays
-        batch = batch.select(sorted({"tokens", *columns, *(kept & set(batch.batch))}), ())
-        lengths = batch.ragged("tokens").lengths.tolist()
-        block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
-        stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
-        padded = not self._settings.model.use_remove_padding
-        sizes: Any = {"block_tokens": block_tokens, "least": stages, "padded": padded or self.module.in_rows}
-        parts = cut_alike(lengths, micro.over(ranks), self._meter, **sizes)
-        layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
-        if stages > 1:
-            fill = most_tokens(batch, parts, **layout)
-        layout |= {"origins": self.module.mixtures.layers > 0}
-        split = self._division.sequence
-        for rows in parts:
-            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **layout)
+        return micro_batches(
+            batch,
+            columns,
+            micro,
+            module=self.module,
+            split=self._division.sequence,
+            stages=self.grid.work["pp"].size(),
+            padded=not self._settings.model.use_remove_padding,
+            meter=self._meter,
+            device=self.device,
+        )
 
     def forward(
         self,

@@ -83,6 +83,7 @@ def check(model, requests, samples):
 CASES = [
     *[(name, {}) for name in MODELS],
     ("qwen3_moe", {"run_ahead": True, "max_num_batched_tokens": 7}),
+    ("qwen3_moe", {"runner": "module", "run_ahead": True}),
     ("qwen3_moe", {"enable_chunked_prefill": False}),
     ("qwen3_moe", {"enable_prefix_caching": False}),
     ("gpt_oss", {"run_ahead": True, "max_num_batched_tokens": 9}),
