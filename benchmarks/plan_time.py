@@ -30,7 +30,7 @@ from tiny import arguments
 
 from tandem.bench.asked import Asked, draw, load
 from tandem.bench.measure import measure
-from tandem.config.model import stored_config
+from tandem.config.changed_models import stored_config
 from tandem.memory.seconds import Rates, Work, fit, predict, step_work
 from tandem.memory.shapes import model_shape
 from tandem.observability.timers import Timeline

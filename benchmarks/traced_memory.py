@@ -159,7 +159,7 @@ def traced(case: Case) -> dict[str, dict[str, int]]:
 
 
 def _faked(inputs: PackedInputs, fake: FakeTensorMode) -> PackedInputs:
-    for packing in (inputs.packing, *inputs.packing._chunked.values()):
+    for packing in (inputs.packing, *inputs.packing.chunks.values()):
         for name in ("position_ids", "cu_seqlens", "places"):
             value = getattr(packing, name)
             if value is not None:

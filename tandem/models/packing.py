@@ -56,10 +56,11 @@ class Packing:
         split: the argument `split`.
         lengths: the argument `lengths`.
         whole_lengths: the argument `whole_lengths`.
+        chunks: the layouts that `chunked` has made, by the size of the chunks.
     """
 
     __slots__ = (
-        *("_chunked", "cu_seqlens", "lengths", "max_length", "padded_tokens", "places", "position_ids"),
+        *("chunks", "cu_seqlens", "lengths", "max_length", "padded_tokens", "places", "position_ids"),
         *("rectangles", "split", "tokens", "whole_lengths"),
     )
 
@@ -77,7 +78,7 @@ class Packing:
         offsets = torch.cat([ends_B.new_zeros(1), ends_B])
         self.tokens, self.lengths = int(ends_B[-1]), tuple(lengths)
         self.whole_lengths = self.lengths if whole_lengths is None else tuple(whole_lengths)
-        self._chunked: dict[int, Packing] = {}
+        self.chunks: dict[int, Packing] = {}
         positions_N = torch.arange(self.tokens) - (ends_B - lengths_B).repeat_interleave(lengths_B)
         self.split = split
         self.max_length = int(lengths_B.max())
@@ -98,12 +99,12 @@ class Packing:
         """Return the layout in which every chunk of `chunk` positions is a sequence of its own."""
         if self.max_length <= chunk:
             return self
-        if chunk not in self._chunked:
+        if chunk not in self.chunks:
             pieces = [
                 min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)
             ]
-            self._chunked[chunk] = Packing(pieces, self.position_ids.device, self.split)
-        return self._chunked[chunk]
+            self.chunks[chunk] = Packing(pieces, self.position_ids.device, self.split)
+        return self.chunks[chunk]
 
     def places_in_rows(self) -> Tensor:
         """Return (N) int64, the position of each token if each sequence has a row of the longest length."""
@@ -120,7 +121,7 @@ class Packing:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors on the device, also those of the chunks."""
-        found = [tensor for chunks in self._chunked.values() for tensor in chunks.tensors]
+        found = [tensor for chunks in self.chunks.values() for tensor in chunks.tensors]
         found += [self.position_ids, self.cu_seqlens]
         return found if self.places is None else [*found, self.places]
 

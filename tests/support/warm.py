@@ -66,12 +66,14 @@ class WarmProcess(subprocess.Popen[Any]):
         self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        self._line.settimeout(0 if wait_flags & os.WNOHANG else None)
         try:
+            self._line.settimeout(0 if wait_flags & os.WNOHANG else None)
             seen = self._line.recv(1, socket.MSG_PEEK)
+            self._line.settimeout(None)
         except BlockingIOError:
             return 0, 0
-        self._line.settimeout(None)
+        except OSError:  # the garbage collector closed the line of a process that nobody waits for
+            seen = b""
         status = int(self._answers.readline()) if seen else 9  # 9 if the server is gone
         return self.pid, status
 
