@@ -337,12 +337,12 @@ def routing_replay(file: Any) -> Shown:
         for model in ("qwen3_moe", "deepseek_v3")
     )
     shares = [f"{100 * each['disabled']['experts_differ']:.1f}%" for each in (first, second)]
-    yield "docs/large-models.md", "{} of the experts differently in a Qwen3-MoE and {} in".format(*shares)
+    yield "docs/mixtures.md", "{} of the experts differently in a Qwen3-MoE and {} in".format(*shares)
     plain, replayed = (
         [f"{each[mode]['log_prob_diff_max']:.2f}" for each in (first, second)] for mode in ("disabled", "R3")
     )
     words = f"{plain[0]} and {plain[1]} nats without replay, and {replayed[0]} and {replayed[1]} with R3"
-    yield "docs/large-models.md", words
+    yield "docs/mixtures.md", words
 
 
 FIGURES = (

@@ -134,6 +134,10 @@ def test_what_a_model_cannot_have_is_refused(mixtures, folder):
     assert caught.value.field == "model.mixture.router_z_loss_coef"
     with pytest.raises(ConfigError, match="no bias"):
         engine_of(mixtures / "qwen3_moe", mixture={"router_bias_update_rate": 0.1})
+    with pytest.raises(ConfigError, match="adapters leave"):
+        make_engine(
+            mixtures / "deepseek_v3", model={"mixture": {"router_bias_update_rate": 0.1}, "lora_rank": 2}
+        )
 
 
 def losses_here(folder):
