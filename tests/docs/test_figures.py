@@ -283,8 +283,13 @@ def demo_tasks(file: Any) -> Shown:
 
 
 def families_learn(file: Any) -> Shown:
-    for family, run in file["families"].items():
-        yield "docs/models.md", f"| `{family}` | " + " | ".join(f"{right:.3f}" for _, right in run["curve"])
+    for name, run in file["families"].items():
+        loads = {key.removeprefix("router/"): run[key] for key in run if key.startswith("router/load")}
+        place = "docs/mixtures.md" if loads else "docs/models.md"
+        yield place, f"| `{name}` | " + " | ".join(f"{right:.3f}" for _, right in run["curve"])
+        for load, values in loads.items():  # of the first update, and of every fifth
+            shown = " | ".join(f"{values[max(step, 1) - 1]:.2f}" for step, _ in run["curve"])
+            yield place, f"| `{name}`: {load} | {shown}"
 
 
 def healthy_runs(file: Any) -> Shown:

@@ -43,6 +43,7 @@ DIVISIONS = {
     "shards": "",
     "layers": "A.fsdp_config.tensor_parallel_size=2",
     "experts": "A.fsdp_config.expert_parallel_size=2",
+    "experts by four": "A.fsdp_config.expert_parallel_size=4 trainer.n_gpus_per_node=4",
 }
 LEARNT = ("reward/mean", "actor/loss", "actor/entropy", "actor/grad_norm")
 
@@ -181,15 +182,16 @@ CELLS = [
     (family, name)
     for family in RUNS
     for name in DIVISIONS
-    if not (family in IN_ROWS and name == "layers") and not (family not in WITH_EXPERTS and name == "experts")
+    if not (family in IN_ROWS and name == "layers")
+    and (family in {"experts": WITH_EXPERTS, "experts by four": ROUTERS}.get(name, RUNS))
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "division"), CELLS)
-def test_two_ranks_on_ray_learn_the_same(lab, words, whole, ray_cluster, family, division):
+def test_ranks_on_ray_learn_the_same(lab, words, whole, ray_cluster, family, division):
     name = f"{family} {division}"
-    run = lab.run(name, *words(family), DIVISIONS[division], "trainer.n_gpus_per_node=2 trainer.device=cpu")
+    run = lab.run(name, *words(family), "trainer.n_gpus_per_node=2 trainer.device=cpu", DIVISIONS[division])
     for got, wanted in zip(run.rows, whole(family).rows, strict=True):
         assert got["rollout/log_prob_diff_max"] < 1e-4
         assert {n: got[n] for n in LEARNT} == pytest.approx(
