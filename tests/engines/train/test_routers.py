@@ -9,7 +9,7 @@ from tandem.models.double_precision import double_precision
 from tests.engines.train import synthetic
 from tests.engines.train.models import EXPERTS, NO_IDS, UNTIED
 from tests.engines.train.on_ranks import on_ranks
-from tests.engines.train.synthetic import CUTS, KEPT, SyntheticLoss, make_batch, make_engine
+from tests.engines.train.synthetic import CUTS, KEPT, SyntheticLoss, ValueLoss, make_batch, make_engine
 
 E, K, LAYERS = 4, 2, 2
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -102,6 +102,12 @@ def test_router_losses_and_metrics_equal_a_loop_over_tokens(mixtures, name):
         assert metrics["router/load_max"] == pytest.approx(float(shares.amax(1).mean()))
         assert metrics["router/load_min"] == pytest.approx(float(shares.amin(1).mean()))
         assert metrics["router/idle_experts"] == pytest.approx(float((loads == 0).double().mean()))
+
+
+def test_a_critic_has_router_losses(mixtures):
+    batch, folder = make_batch(), mixtures / "qwen3_moe"
+    metrics = engine_of(folder, kind="value").train_step(batch, ValueLoss(), micro=CUTS["three"])
+    assert metrics.to_floats()["router/loss"] == pytest.approx(reference(folder, batch)[1], rel=1e-6)
 
 
 def test_biases_move_towards_balanced_loads_and_are_saved(mixtures, tmp_path):
