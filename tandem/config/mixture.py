@@ -19,7 +19,7 @@ class MixtureConfig(Section):
             summed over layers and averaged over tokens.
         router_bias_update_rate: After each update, how far the router's bias moves for each expert: up if the
             expert had fewer tokens than the mean, down if it had more. Only for models whose routers have
-            such a bias (e_score_correction_bias).
+            such a bias (e_score_correction_bias), and without LoRA.
         freeze_router: Do not train the weights of routers.
     """
 

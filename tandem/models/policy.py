@@ -38,6 +38,7 @@ class PackedModel(nn.Module):
 
     Attributes:
         model: the model, or the part of it that is used.
+        mixtures: the mixtures of the model; none if the model was not built by `tandem.models.loading`.
         kind: the type of the model: "policy", "value" or "score".
         outputs: the names of its outputs.
         replays: the columns whose values replace what the model would choose itself.
@@ -61,6 +62,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.decoder_name = decoder_name(model)
         self.model = model
+        self.mixtures: Mixtures = getattr(model, "mixtures", NO_MIXTURES)
 
     @property
     def decoder(self) -> Any:
@@ -76,11 +78,6 @@ class PackedModel(nn.Module):
     @abstractmethod
     def output_layer(self) -> Any:
         """The layer that computes outputs from hidden states."""
-
-    @property
-    def mixtures(self) -> Mixtures:
-        """The mixtures of the model; none if the model was not built by `tandem.models.loading`."""
-        return getattr(self.model, "mixtures", NO_MIXTURES)
 
     @property
     def trunk(self) -> Callable[..., Any]:

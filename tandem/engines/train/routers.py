@@ -16,6 +16,7 @@ from tandem.config.mixture import MixtureConfig
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.errors import ConfigError
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.lora import adapted_layers
 from tandem.models.packing import PackedInputs
 from tandem.models.parallel import Grid
 from tandem.models.policy import PackedModel
@@ -46,7 +47,7 @@ class Routers:
         self.mixtures, self._config, self._meter = module.mixtures, config, meter
         self._groups = [grid.work[name].get_group() for name in ("data", "sequence")]
         self._losses = config.router_aux_loss_coef > 0 or config.router_z_loss_coef > 0
-        self._check(grid)
+        self._check(grid, adapted=bool(adapted_layers(module)))
         for router in self.mixtures.routers if config.freeze_router else ():
             router.requires_grad_(False)
         for owner, name in self.mixtures.biases:
@@ -54,7 +55,7 @@ class Routers:
         self._whole, self._tokens, self._sequences = module.whole_sequences, 1, 1
         self._sums, self._replays = torch.empty(0), False
 
-    def _check(self, grid: Grid) -> None:
+    def _check(self, grid: Grid, *, adapted: bool) -> None:
         config, mixtures = self._config, self.mixtures
         asked = config.model_fields_set & {name for name, value in config if value}
         for name in sorted(asked):
@@ -65,6 +66,8 @@ class Routers:
                     "the model's routers have no bias",
                     "an e_score_correction_bias",
                 )
+            elif name == "router_bias_update_rate" and adapted:
+                reason, expected = "adapters leave all other weights as they are", "lora_rank=0"
             elif self._losses and grid.work["pp"].size() > 1:
                 reason, expected = "pipeline stages do not compute router losses", "pipeline_parallel_size=1"
             elif config.router_aux_loss_coef and grid.work["sequence"].size() > 1:

@@ -56,7 +56,10 @@ ROUTED = {
     **{**INNER, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 1},
     **{"n_group": 3, "topk_group": 2},
 }
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "num_key_value_heads": 4,
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
 CHUNKS = {
     **EXPERTS,

@@ -9,7 +9,7 @@ from tandem.models.double_precision import double_precision
 from tests.engines.train import synthetic
 from tests.engines.train.models import EXPERTS, NO_IDS, UNTIED
 from tests.engines.train.on_ranks import on_ranks
-from tests.engines.train.synthetic import CUTS, KEPT, SyntheticLoss, make_batch, make_engine
+from tests.engines.train.synthetic import CUTS, KEPT, SyntheticLoss, ValueLoss, make_batch, make_engine
 
 E, K, LAYERS = 4, 2, 2
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -104,6 +104,12 @@ def test_router_losses_and_metrics_equal_a_loop_over_tokens(mixtures, name):
         assert metrics["router/idle_experts"] == pytest.approx(float((loads == 0).double().mean()))
 
 
+def test_a_critic_has_router_losses(mixtures):
+    batch, folder = make_batch(), mixtures / "qwen3_moe"
+    metrics = engine_of(folder, kind="value").train_step(batch, ValueLoss(), micro=CUTS["three"])
+    assert metrics.to_floats()["router/loss"] == pytest.approx(reference(folder, batch)[1], rel=1e-6)
+
+
 def test_biases_move_towards_balanced_loads_and_are_saved(mixtures, tmp_path):
     folder, rate = mixtures / "deepseek_v3", 0.01
     _, _, loads, _ = reference(folder, make_batch())
@@ -134,6 +140,10 @@ def test_what_a_model_cannot_have_is_refused(mixtures, folder):
     assert caught.value.field == "model.mixture.router_z_loss_coef"
     with pytest.raises(ConfigError, match="no bias"):
         engine_of(mixtures / "qwen3_moe", mixture={"router_bias_update_rate": 0.1})
+    with pytest.raises(ConfigError, match="adapters leave"):
+        make_engine(
+            mixtures / "deepseek_v3", model={"mixture": {"router_bias_update_rate": 0.1}, "lora_rank": 2}
+        )
 
 
 def losses_here(folder):
