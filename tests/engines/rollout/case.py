@@ -129,9 +129,7 @@ def _alone(model: Any, asked: Request, sample: Sample) -> np.ndarray:
     return np.pad(routing.experts().numpy(), ((0, 1), (0, 0), (0, 0)))
 
 
-def check_experts(
-    model: Any, requests: Iterable[Request], samples: Mapping[tuple[str, int], Sample]
-) -> None:
+def check_experts(model: Any, requests: Iterable[Request], samples: Mapping[tuple[str, int], Sample]) -> None:
     """Check that the recorded experts are those that compute each sequence alone."""
     for asked in requests:
         found, expected = samples[asked.id].routed_experts, _alone(model, asked, samples[asked.id])

@@ -313,7 +313,9 @@ def _make_engine(arguments: EngineArgs, load: _Load, records_on_host: bool) -> L
     try:
         config = arguments.create_engine_config()
         if records_on_host and not config.cache_config.enable_prefix_caching:
-            raise ValueError("vLLM records experts only with prefix caching, which this model does not have here")
+            raise ValueError(
+                "vLLM records experts only with prefix caching, which this model does not have here"
+            )
         config.aux_output_config.enable_return_routed_experts |= records_on_host
         engine = LLMEngine.from_vllm_config(config, stat_loggers=[lambda *_, **__: load])
         if records_on_host:

@@ -53,7 +53,8 @@ def record_on_host(worker: Any) -> None:
         vllm_config=runner.vllm_config, model=runner.model, kv_cache_config=runner.kv_cache_config
     )
     weakref.finalize(runner, recorder.close)
-    execute, sample, counts = runner.execute_model, runner.sample_tokens, {}
+    execute, sample = runner.execute_model, runner.sample_tokens
+    counts: dict[str, int] = {}
 
     def execute_model(scheduled: Any, *args: Any) -> Any:
         recorder.begin_step(scheduled.aux_output_connector_metadata)
