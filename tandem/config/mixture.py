@@ -29,11 +29,26 @@ class MixtureConfig(Section):
     freeze_router: bool = False
 
 
+def _records(rollout: Any) -> bool:
+    return rollout.name in ("native", "hf", "vllm") and not rollout.on_servers
+
+
 _RECORDED = Check(
-    lambda own, mode: mode == "R3" and root(own).actor_rollout_ref.rollout.name not in ("native", "hf"),
+    lambda own, mode: mode == "R3" and not _records(root(own).actor_rollout_ref.rollout),
     "this rollout engine does not return the experts of its tokens",
-    got="{=} with {actor_rollout_ref.rollout.name=}",
-    expected="{actor_rollout_ref.rollout.name}=native or hf, or {}=R2",
+    got="{=} with {actor_rollout_ref.rollout.name=} and {actor_rollout_ref.rollout.mode=}",
+    expected="{actor_rollout_ref.rollout.name}=native, hf, or vllm with "
+    "{actor_rollout_ref.rollout.mode}=colocate; or {}=R2",
+)
+_CACHED = Check(
+    lambda own, mode: (
+        mode == "R3"
+        and root(own).actor_rollout_ref.rollout.name == "vllm"
+        and not root(own).actor_rollout_ref.rollout.enable_prefix_caching
+    ),
+    "vLLM records experts only with prefix caching",
+    got="{=} with {actor_rollout_ref.rollout.enable_prefix_caching=}",
+    expected="{actor_rollout_ref.rollout.enable_prefix_caching}=true",
 )
 _NO_STAGES = Check(
     lambda own, mode: (
@@ -74,5 +89,5 @@ class RouterReplayConfig(Section):
     """
 
     mode: Literal["disabled", "R2", "R3"] = key(
-        "disabled", needs=(_RECORDED, _NO_STAGES, _HAS_PASS, _UPDATES)
+        "disabled", needs=(_RECORDED, _CACHED, _NO_STAGES, _HAS_PASS, _UPDATES)
     )

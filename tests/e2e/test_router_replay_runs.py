@@ -65,7 +65,9 @@ def test_sequences_in_rows_replay_what_transformers_generated(lab, tmp_path):
 
 @pytest.mark.parametrize(("words", "kind"), [
     ("A.router_replay.mode=R3", ModelError), ("A.router_replay.mode=R2", ModelError),
-    ("A.router_replay.mode=R3 R.name=vllm", ConfigError),
+    ("A.router_replay.mode=R3 R.name=vllm R.mode=server", ConfigError),
+    ("A.router_replay.mode=R3 R.name=vllm R.enable_prefix_caching=false", ConfigError),
+    ("A.router_replay.mode=R3 R.name=sglang", ConfigError),
     ("A.router_replay.mode=R2 FS.pipeline_parallel_size=2", ConfigError),
     ("A.router_replay.mode=R2 C.bypass_mode=true", ConfigError),
 ])  # fmt: skip

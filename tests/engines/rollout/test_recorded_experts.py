@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -14,9 +13,9 @@ from tandem.engines.rollout.native.graphs import GraphedRunner
 from tandem.engines.rollout.own_weights import OwnWeights
 from tandem.errors import EngineError, ModelError
 from tandem.models.experts import EXPERTS
-from tandem.models.routing import Mixtures, Routing
+from tandem.models.routing import Mixtures
 from tests.contract.world import SHAPE
-from tests.engines.rollout.case import CPU, changed, drain, native, request, stream
+from tests.engines.rollout.case import CPU, changed, check_experts, drain, native, request, stream
 from tests.support.marks import slow_but
 from tests.support.refusing import refused
 
@@ -64,22 +63,6 @@ def no_capture(monkeypatch):
     monkeypatch.setattr(steps, "GraphedRunner", again)
 
 
-def alone(model, asked, sample):
-    """Return (P + R, L, K) the experts of a sequence's tokens in a forward pass of its own; then zeros."""
-    ids = torch.from_numpy(np.concatenate([asked.prompt_ids, sample.token_ids]))
-    routing = Routing(records=True)
-    with torch.no_grad(), model.mixtures.active(routing):
-        model(ids[None, :-1], use_cache=False)
-    return np.pad(routing.experts().numpy(), ((0, 1), (0, 0), (0, 0)))
-
-
-def check(model, requests, samples):
-    for asked in requests:
-        found, expected = samples[asked.id].routed_experts, alone(model, asked, samples[asked.id])
-        assert found.dtype == (np.uint8 if model.mixtures.experts <= 256 else np.int16)
-        np.testing.assert_array_equal(np.sort(found, 2), np.sort(expected, 2))
-
-
 CASES = [
     *[(name, {}) for name in MODELS],
     ("qwen3_moe", {"run_ahead": True, "max_num_batched_tokens": 7}),
@@ -100,7 +83,7 @@ def test_recorded_experts_are_those_of_each_sequence_alone(case, make_requests):
     engine.submit(requests)
     samples = drain(engine)
     assert engine.stats()["preemptions"] > 0
-    check(model, requests, samples)
+    check_experts(model, requests, samples)
     # The next turns find the blocks of the first ones.
     follow = [
         request(
@@ -109,7 +92,7 @@ def test_recorded_experts_are_those_of_each_sequence_alone(case, make_requests):
         for each in requests[-12:]
     ]
     engine.submit(follow)
-    check(model, follow, drain(engine))
+    check_experts(model, follow, drain(engine))
     assert engine.stats()["cached_prefix_tokens"] > 0 or "enable_prefix_caching" in options
 
 
@@ -124,10 +107,10 @@ def test_the_cache_grows_and_aborted_responses_go_on_under_new_weights():
     engine.submit(more)
     [cut] = engine.abort([first[0].id], keep_partial=True)
     assert cut.routed_experts is None and 0 < len(cut.token_ids) < 30
-    check(model, first[1:] + more, drain(engine))
+    check_experts(model, first[1:] + more, drain(engine))
     engine.update_weights(SharedModule(changed(model)), 1)
     rest = request("a", 0, [*first[0].prompt_ids, *cut.token_ids], first=9, max_tokens=20)
-    check(model, [rest], {rest.id: generate(engine, [rest])[0]})
+    check_experts(model, [rest], {rest.id: generate(engine, [rest])[0]})
 
 
 def test_weights_of_a_stream_are_recorded_too(tmp_path):
@@ -136,7 +119,7 @@ def test_weights_of_a_stream_are_recorded_too(tmp_path):
     engine = make(None, own=OwnWeights(tmp_path, CPU))
     engine.update_weights(stream(model), 0)
     asked = request("a", prompt=9, max_tokens=30)
-    check(model, [asked], {asked.id: generate(engine, [asked])[0]})
+    check_experts(model, [asked], {asked.id: generate(engine, [asked])[0]})
 
 
 @pytest.mark.parametrize("name", slow_but(["deepseek_v3"], MODELS))
@@ -145,7 +128,7 @@ def test_the_engine_of_transformers_records_too(name, make_requests):
     engine = HFEngine(device=CPU, max_length=128, max_num_seqs=5, records_experts=True)
     engine.update_weights(SharedModule(model), 0)
     engine.submit(requests)
-    check(model, requests, drain(engine))
+    check_experts(model, requests, drain(engine))
 
 
 def test_what_cannot_be_recorded_is_refused(tiny):

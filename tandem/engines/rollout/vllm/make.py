@@ -58,6 +58,7 @@ def make_vllm_engine(
     log_file: Path | None,
     share: tuple[int, int] = (0, 1),
     tensor_parallel_size: int = 1,
+    records_experts: bool = False,
 ) -> RolloutEngine:
     """Create a vLLM engine without weights. Mode "server" without URLs also starts the server.
 
@@ -71,6 +72,7 @@ def make_vllm_engine(
         log_file: The file for the output of a server that is started here. None means a temporary file.
         share: See `on_servers`.
         tensor_parallel_size: The number of ranks that split the layers of an engine in this process.
+        records_experts: See `VLLMEngine`. Servers record nothing.
 
     Raises:
         ConfigError: vLLM is not installed or does not support the model or the config. See also `on_servers`.
@@ -99,6 +101,7 @@ def make_vllm_engine(
     }
     if not on_server:
         options |= {"logprobs_mode": rollout.logprobs_mode, "tensor_parallel_size": tensor_parallel_size}
+        options |= {"records_experts": records_experts}
         engine: Callable[..., RolloutEngine] = import_module("tandem.engines.rollout.vllm.engine").VLLMEngine
         return engine(model_path=model_path, config=config, **options, **common)
     options |= {name: common[name] for name in ("max_length", "max_num_seqs")}
