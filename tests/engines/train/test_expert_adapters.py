@@ -76,7 +76,7 @@ def log_probs(model):
     return found * BATCH.ragged("response_mask").values
 
 
-def merged_by_hand(base, factors, targets):
+def merged_by_hand(base, factors, targets, *, transposed):
     """Return the weights W + s B A from peft's names and layouts, one expert after the other."""
     merged = dict(base)
     for name in [name for name in factors if ".lora_A." in name]:
@@ -88,16 +88,8 @@ def merged_by_hand(base, factors, targets):
         target = f"{stem.removesuffix('.base_layer')}.{own}"
         count = len(base[target])
         deltas = [b[:, e::count] @ a[RANK * e : RANK * (e + 1)] for e in range(count)]
-        if hasattr(base, "transposed"):
-            deltas = [delta.T for delta in deltas]
-        merged[target] = base[target] + SCALE * torch.stack(deltas)
+        merged[target] = base[target] + SCALE * torch.stack([d.T if transposed else d for d in deltas])
     return merged
-
-
-class Transposed(dict):
-    """Weights of which those of experts are (E, inputs, outputs)."""
-
-    transposed = True
 
 
 @pytest.mark.parametrize(
@@ -107,15 +99,14 @@ class Transposed(dict):
 def test_outputs_gradients_and_weights_are_those_of_merged_weights(families, family, targets):
     engine = engine_of(families / family, *targets)
     leaves = {name: value.requires_grad_() for name, value in adapters(engine).items()}
+    plain = plain_model(families / family)
+    base = {name: p.detach() for name, p in plain.named_parameters()}
+    merged = merged_by_hand(base, leaves, targets, transposed=family == "gpt_oss")
+    call = lambda ids: torch.func.functional_call(plain, merged, (ids,), {"use_cache": False})  # noqa: E731
+    advantages, mask = (BATCH.ragged(name).values for name in ("advantages", "response_mask"))
     with double_precision():
-        plain = plain_model(families / family)
-        kind = Transposed if family == "gpt_oss" else dict
-        base = kind((name, p.detach()) for name, p in plain.named_parameters())
-        merged = merged_by_hand(base, leaves, targets)
-        call = lambda ids: torch.func.functional_call(plain, merged, (ids,), {"use_cache": False})  # noqa: E731
-        wanted = log_probs(call)
-        (wanted * BATCH.ragged("advantages").values).sum().div(BATCH.ragged("response_mask").values.sum()).backward()
-        found = output(engine, BATCH).values
+        found, wanted = output(engine, BATCH).values, log_probs(call)
+        ((wanted * advantages).sum() / mask.sum()).backward()
         taken, _ = synthetic.gradients(engine, BATCH, Weighted(), CUTS["three"])
     assert torch.allclose(found, wanted, rtol=0, atol=1e-9)
     grads = {engine.module.hf_name(name): value for name, value in taken.items()}
@@ -151,10 +142,10 @@ def test_peft_and_exports_compute_the_same(families, tmp_path, family):
     peft_folder(folder, tmp_path / "theirs", **changes)
     started = engine_of(folder, random=False, lora_adapter_path=str(tmp_path / "theirs"))
     for adapter, ours in (("ours", engine), ("theirs", started)):
+        peft, base = PeftModel.from_pretrained(plain_model(folder), tmp_path / adapter), plain_model(folder)
         with double_precision(), torch.no_grad():
-            wanted = log_probs(PeftModel.from_pretrained(plain_model(folder), tmp_path / adapter))
-            found = output(ours, BATCH).values
-        assert (wanted - log_probs(plain_model(folder))).abs().max() > 1e-2
+            wanted, found = log_probs(peft), output(ours, BATCH).values
+            assert (wanted - log_probs(base)).abs().max() > 1e-2
         assert torch.allclose(found, wanted, rtol=0, atol=1e-9)
 
 
@@ -205,7 +196,7 @@ def test_muon_orthogonalizes_no_stack_of_experts(families):
     [
         ("gpt_oss", ("experts.down_prj",), "did you mean experts.down_proj?"),
         ("gpt_oss", ("experts.down_proj_bias",), "such as experts.down_proj, experts.gate_up_proj"),
-        ("gpt_oss", (DOWN, "router.weight"), "got: router.weight"),
+        ("gpt_oss", (DOWN, "router.weight"), "got:      router.weight"),
         ("llama4_text", ("experts.down_proj",), "no experts that can have adapters"),
     ],
 )
