@@ -20,6 +20,7 @@ PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointin
 FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
 """Models with windows, sinks, soft caps or experts. They train in double precision."""
 EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
+ON_EXPERTS = {"target_parameters": ("experts.gate_up_proj", "experts.down_proj")}
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -51,7 +52,7 @@ FEATURES = {
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
     **{name: ({"of": name}, {}) for name in FAMILIES},
     "llama4": ({"of": "llama4", "precision": "fp32"}, {}),
-    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
+    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS | ON_EXPERTS}, {}),
     "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),
 }
@@ -82,7 +83,7 @@ STAGES = (
     *("one row at once", "by tokens", "a rank without rows", "muon"),
 )
 LONG_ON_TWO = {
-    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values"),
+    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values", "gpt_oss adapters"),
     "copies": ("plain", "adapters"),
     "tokens": ("fp32", "values", "adapters", "gemma2", "gemma3", "llama4", "windowed"),
     "tokens of copies": ("plain",),

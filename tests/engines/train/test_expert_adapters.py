@@ -134,8 +134,9 @@ def test_peft_and_exports_compute_the_same(families, tmp_path, family):
     keys = {**KEYS, "path": str(folder), "tokenizer_path": str(folder), "target_parameters": (GATE_UP, DOWN)}
     model = ModelConfig(**keys)
     engine.save(tmp_path / "state")
-    exported = dict(merged_weights(tmp_path / "state", model, scores=False))
-    assert all(torch.allclose(exported[n], value, rtol=0, atol=1e-12) for n, value in weights(engine).items())
+    exported, wanted = dict(merged_weights(tmp_path / "state", model, scores=False)), weights(engine)
+    assert exported.keys() == wanted.keys()
+    assert all(torch.allclose(exported[n].double(), w, rtol=0, atol=1e-12) for n, w in wanted.items())
     options = {"scores": False, "say": print}
     export_adapter(tmp_path / "state", model, tmp_path / "ours", torch.float64, **options)
     changes = {"target_modules": ["o_proj"], "target_parameters": [DOWN, GATE_UP]}
