@@ -1,8 +1,12 @@
-"""The section `model.mixture`: how the routers of a mixture of experts are trained."""
+"""The routers of a mixture of experts: how they are trained, and which choice of experts is replayed."""
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
+from tandem.config.needs import Check
 from tandem.config.section import Section, key
+from tandem.config.view import root
 
 
 class MixtureConfig(Section):
@@ -23,3 +27,52 @@ class MixtureConfig(Section):
     router_z_loss_coef: float = key(0.0, ge=0)
     router_bias_update_rate: float = key(0.0, ge=0)
     freeze_router: bool = False
+
+
+_RECORDED = Check(
+    lambda own, mode: mode == "R3" and root(own).actor_rollout_ref.rollout.name not in ("native", "hf"),
+    "this rollout engine does not return the experts of its tokens",
+    got="{=} with {actor_rollout_ref.rollout.name=}",
+    expected="{actor_rollout_ref.rollout.name}=native or hf, or {}=R2",
+)
+_NO_STAGES = Check(
+    lambda own, mode: (
+        mode != "disabled" and root(own).actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size > 1
+    ),
+    "pipeline stages do not replay the choice of experts",
+    got="{=} with {actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size=}",
+    expected="{actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size}=1",
+)
+_HAS_PASS = Check(
+    lambda own, mode: mode == "R2" and root(own).algorithm.rollout_correction.bypass_mode,
+    "R2 replays the pass of the old log-probs, which bypass mode leaves out",
+    got="{=} with {algorithm.rollout_correction.bypass_mode=}",
+    expected="{algorithm.rollout_correction.bypass_mode}=false, or {}=R3",
+)
+
+
+def _updates_once(own: Any, mode: str) -> bool:
+    actor, batch = root(own).actor_rollout_ref.actor, root(own).data.train_batch_size
+    return mode == "R2" and actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == batch
+
+
+_UPDATES = Check(
+    _updates_once,
+    "{}=R2: little or no effect, because there is only one update per step.",
+    notice=True,
+)
+
+
+class RouterReplayConfig(Section):
+    """Replay of the choice of experts in the policy's updates. Models without experts cannot use it.
+
+    Attributes:
+        mode: The experts that compute each token in the policy's updates. disabled: those that the routers
+            choose in the update. R2: those that they chose when the old log-probs were computed. R3: those
+            that they chose when the rollout generated the tokens, also for the old log-probs (arXiv
+            2510.11370). The reference policy and the critic always choose experts themselves.
+    """
+
+    mode: Literal["disabled", "R2", "R3"] = key(
+        "disabled", needs=(_RECORDED, _NO_STAGES, _HAS_PASS, _UPDATES)
+    )

@@ -57,6 +57,9 @@ STAGED = tuple(kind for kind in SPLIT_LAYERS if kind not in _ONE_STAGE)
 In their decoder, only packed attention layers come between the embedding and the norm.
 """
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names of the number of experts of a mixture in the configs of all architectures."""
+
 SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """The sizes of a model that must divide evenly by the number of devices that split its layers."""
 

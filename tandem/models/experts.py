@@ -12,16 +12,21 @@ adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    ExpertsInterface,
+    _default_apply_gate,
+    grouped_mm_experts_forward,
+)
 
 from tandem.models.collectives import exchanged
-from tandem.models.linear import product
+from tandem.models.linear import pack, packed_linear, product
 from tandem.models.lora import factors, matrices, scaling_of
 from tandem.models.tensor_group import local
 
@@ -57,11 +62,12 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
 
     def linear(x_SD: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
-        out_SF = by_expert(x_SD, weight_EFD)
+        if not isinstance(weight, list):
+            weight = weight.transpose(1, 2) if module.is_transposed else weight
+        out_SF = by_expert(x_SD, weight)
         if module.has_bias:
             out_SF = out_SF + getattr(module, f"{name}_bias")[experts_S]
-        return out_SF + _adapted(adapters[name], x_SD, by_expert) if name in adapters else out_SF
+        return out_SF + _adapted(module, adapters[name], x_SD, by_expert) if name in adapters else out_SF
 
     # Both functions are linear, and each is the other's gradient.
     states_SD = exchanged(hidden_ND, spread, summed)
@@ -74,16 +80,17 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
     return exchanged(out_SD, summed, spread).to(hidden_ND.dtype)
 
 
-def _adapted(layer: Any, x_SD: Tensor, by_expert: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Return (S, F) the output of an adapter, s B A x."""
-    a_ERD, b_EFR = matrices(layer, *map(local, factors(layer)))
+def _adapted(module: Any, layer: Any, x_SD: Tensor, by_expert: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return (S, F) the output of an adapter, s B A x. Expert parallelism does not divide the factors."""
+    here = slice(module.first_expert, module.first_expert + module.num_experts)
+    a_ERD, b_EFR = (factor[here] for factor in matrices(layer, *map(local, factors(layer))))
     if x_SD.is_cuda:  # the kernel needs rows of a multiple of 16 bytes
         more = -a_ERD.shape[1] % 8
         a_ERD, b_EFR = F.pad(a_ERD, (0, 0, 0, more)), F.pad(b_EFR, (0, more))
     return by_expert(scaling_of(layer) * by_expert(x_SD, a_ERD), b_EFR.contiguous())
 
 
-def _by_expert(experts_S: Tensor, count: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _by_expert(experts_S: Tensor, count: int) -> Callable[[Tensor, Any], Tensor]:
     """Return the function of (S, D) and (E, F, D) that computes (S, F) with each pair's expert.
 
     Args:
@@ -95,7 +102,48 @@ def _by_expert(experts_S: Tensor, count: int) -> Callable[[Tensor, Tensor], Tens
     if experts_S.is_cuda:
         return lambda x_SD, weight_EFD: F.grouped_mm(x_SD, weight_EFD.transpose(1, 2), offs=ends_E)
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    return lambda x_SD, weight_EFD: _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call, no-any-return]
+
+    def by_expert(x_SD: Tensor, weight_EFD: Any) -> Tensor:
+        if isinstance(weight_EFD, list):
+            return _each(x_SD, weight_EFD, counts, packed_linear)
+        out: Tensor = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
+        return out
+
+    return by_expert
+
+
+def sparse_inputs(block: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """Return a forward of a mixture of Llama 4 that computes only the chosen experts.
+
+    These mixtures multiply the inputs of the experts by the router's scores, and the scores of experts that
+    are not chosen are 0. transformers computes all experts, and those with inputs of 0 return 0.
+
+    Args:
+        block: the mixture. The forward of its experts is replaced.
+    """
+    experts = block.experts
+    experts.has_bias, experts.has_gate, experts.is_transposed = False, True, True
+    experts._is_expert_parallel = False
+    experts._apply_gate = MethodType(_default_apply_gate, experts)
+    experts.forward = MethodType(sorted_experts, experts)
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden_ND = hidden.reshape(-1, block.hidden_dim)
+        scores_NE, logits_NE = block.router(hidden_ND)
+        scores_NK, chosen_NK = torch.topk(scores_NE, block.top_k, dim=1)
+        states_SD = (hidden_ND[:, None] * scores_NK[:, :, None]).to(hidden.dtype).flatten(0, 1)
+        ones_S1 = torch.ones_like(states_SD[:, :1])
+        out_SD = experts(states_SD, chosen_NK.reshape(-1, 1), ones_S1)
+        return block.shared_expert(hidden_ND) + out_SD.unflatten(0, scores_NK.shape).sum(1), logits_NE
+
+    return forward
+
+
+def pack_experts(module: Any) -> None:
+    """Replace the weights of an experts module by packed weights, for `sorted_experts` without gradients."""
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weight = module._parameters.pop(name)
+        setattr(module, name, [pack(each) for each in (weight.mT if module.is_transposed else weight)])
 
 
 class _Grouped(torch.autograd.Function):
@@ -124,13 +172,15 @@ class _Grouped(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
-def _each(x_SD: Tensor, weight_EFD: Tensor, counts: list[int]) -> Tensor:
-    out_SF = x_SD.new_empty(len(x_SD), weight_EFD.shape[1])
-    parts = zip(*(torch.split(x, counts) for x in (out_SF, x_SD)), weight_EFD, strict=True)
-    for out_TF, x_TD, weight_FD in parts:
-        if len(x_TD):
-            out_TF.copy_(product(x_TD, weight_FD))
-    return out_SF
+def _each(
+    x_SD: Tensor,
+    weight_EFD: Tensor | Sequence[Tensor],
+    counts: list[int],
+    product: Callable[[Tensor, Tensor], Tensor] = product,
+) -> Tensor:
+    parts = zip(counts, torch.split(x_SD, counts), weight_EFD, strict=True)
+    outs = [product(x_TD, weight_FD) for count, x_TD, weight_FD in parts if count]
+    return torch.cat(outs) if outs else x_SD.new_empty(0, len(weight_EFD[0]))
 
 
 ExpertsInterface.register(EXPERTS, sorted_experts)

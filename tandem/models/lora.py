@@ -131,7 +131,8 @@ def _check_experts(backbone: PreTrainedModel, targets: Iterable[str]) -> None:
     names = [
         f"{name}.{own}"
         for name, module in backbone.named_modules()
-        if hasattr(module, "is_transposed")  # a module whose forward transformers replaces by ours
+        # Llama 4's experts, whose forward was replaced, are transposed for us, but not for peft.
+        if hasattr(module, "has_gate") and "forward" not in vars(module)
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     ]
@@ -156,6 +157,7 @@ def _attach(layer: Any) -> None:
     """
     experts = layer.get_base_layer()
     experts.adapters = {**getattr(experts, "adapters", {}), weight_name(layer): layer}
+    experts.first_expert = 0
     layer.forward = layer.base_layer.__call__
 
 
@@ -280,7 +282,7 @@ def matrices(layer: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if weight_name(layer) == "weight":
         return a, b
     experts = layer.num_experts
-    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1)
 
 
 def scaling_of(layer: Any) -> float:

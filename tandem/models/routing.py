@@ -14,7 +14,8 @@ Shapes: N tokens; L layers with a mixture; E experts; K chosen experts per token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tandem.errors import ModelError
+from tandem.models.experts import sparse_inputs
+
+MISSED = "missed_experts"
+"""The policy's output with the number of replayed experts, over all layers, that routers would not choose."""
+ROUTED = "routed_experts"
+"""The column with the experts that compute each token when it is an input, ragged (T, L, K).
+
+The last token of a sequence is no input, so it has zeros. Also the name of the policy's output.
+"""
 _BIAS = "e_score_correction_bias"
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
+_UINT8 = 256
 _EACH = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
 
@@ -44,6 +56,8 @@ class Routing:
         chosen: the experts of each layer, (N, K) int64, by the number of the layer.
         observed: the scalars from `observe` by the number of the layer.
         sigmoid: whether the routers apply a sigmoid to their logits; otherwise a softmax.
+        missed: (N) int64, how many of the replayed experts of each token the router would not choose itself,
+            by the number of the layer.
         places: (N) int64, the position of each of the N tokens among the tokens that the model computes; None
             if they are the same.
     """
@@ -61,6 +75,7 @@ class Routing:
         self.sigmoid = False
         self.places: Tensor | None = None
         self.logits: Tensor | None = None  # of the layer that runs
+        self.missed: dict[int, Tensor] = {}
 
     def spread(self, places_N: Tensor, computed: int) -> None:
         """Set the positions of the tokens among the `computed` tokens, which include padding."""
@@ -105,7 +120,8 @@ class Mixtures:
         self.biases: list[tuple[nn.Module, str]] = []
         for layer, (name, module) in enumerate(held.items()):
             block: Any = model.get_submodule(name.rpartition(".")[0])
-            block.forward = self._observed(_Choice, block.forward, layer)
+            sparse = type(block).__name__ == "Llama4TextMoe"
+            block.forward = self._observed(_Choice, sparse_inputs(block) if sparse else block.forward, layer)
             router: Any = _router(block, module)
             if router is None:
                 continue
@@ -119,10 +135,47 @@ class Mixtures:
             plain = _linear(router) if type(router) is nn.Linear else router.forward
             router.forward = self._observed(partial(_Logits, wide=wide), plain, layer)
 
+    @contextmanager
+    def active(self, routing: Routing | None) -> Iterator[None]:
+        """Set `routing` inside the context. For forward passes without gradients."""
+        self.routing = routing
+        try:
+            yield
+        finally:
+            self.routing = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds the number of each expert: uint8 or int16."""
+        return torch.uint8 if self.experts <= _UINT8 else torch.int16
+
+    @property
+    def record_bytes(self) -> int:
+        """The bytes of one token's recorded experts."""
+        return self.layers * self.each * self.dtype.itemsize
+
+    def recorded(self, routing: Routing) -> Tensor:
+        """Return (N, L, K) in `dtype`, the experts that were recorded in a forward pass.
+
+        Raises:
+            ModelError: a layer's choice was not recorded, so it could not be replayed either.
+        """
+        if not self.layers or len(routing.chosen) < self.layers:
+            raise ModelError(
+                "this model's choice of experts cannot be recorded and replayed",
+                field="actor_rollout_ref.actor.router_replay.mode",
+                got=f"{len(routing.chosen)} layers that choose experts with topk, of {self.layers} mixtures",
+                expected="a mixture of experts in which every router chooses with topk",
+                remedy="set this key to disabled, or remove it",
+            )
+        return routing.experts().to(self.dtype)
+
     def _observed(
         self, mode: Callable[..., TorchFunctionMode], plain: Callable[..., Any], layer: int
     ) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.routing is None and mode is _Choice:
+                return plain(*args, **kwargs)  # the mode would only slow down the experts
             with mode(self.routing, layer, self):
                 return plain(*args, **kwargs)
 
@@ -178,7 +231,10 @@ class _Choice(TorchFunctionMode):
         if routing.replayed is None:
             found = func(scores, k, *args, **kwargs)
         else:
+            own = func(scores, k, *args, **kwargs).indices
             indices = routing.replayed[:, self._layer].to(torch.int64)
+            missed = (indices.unsqueeze(2) != own.unsqueeze(1)).all(2).sum(1)
+            routing.missed.setdefault(self._layer, routing.at_tokens(missed))
             found = torch.return_types.topk((scores.gather(1, indices), indices))
         if routing.records:
             routing.chosen.setdefault(self._layer, routing.at_tokens(found.indices))

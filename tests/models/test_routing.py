@@ -23,11 +23,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{"n_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     },
 }
+LLAMA4 = {"num_local_experts": E, "intermediate_size_mlp": 12, "pad_token_id": 0, "moe_layers": [1]}
 
 
 def mixture(kind: str, experts: str = EXPERTS) -> Any:
     torch.manual_seed(3)
-    config = CONFIG_MAPPING[kind](**SIZES, **HEADS, **MIXTURES[kind], num_experts_per_tok=K)
+    config = CONFIG_MAPPING[kind](**SIZES, **HEADS, **MIXTURES.get(kind, LLAMA4), num_experts_per_tok=K)
     config._experts_implementation = experts
     model = AutoModelForCausalLM.from_config(config).double()
     for parameter in model.parameters():
@@ -48,9 +49,10 @@ def weights(kind: str, logits_NE: Tensor, chosen_NK: Tensor) -> Tensor:
     return picked_NK / picked_NK.sum(1, keepdim=True) * (2.5 if kind == "deepseek_v3" else 1.0)
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("kind", [*MIXTURES, "llama4_text"])
 def test_sorted_products_give_the_outputs_and_gradients_of_a_loop(kind: str) -> None:
     found, reference = mixture(kind), mixture(kind, "eager")
+    Mixtures(found)
     outs = [run(model) for model in (found, reference)]
     torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
     for out in outs:

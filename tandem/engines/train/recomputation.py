@@ -205,17 +205,15 @@ class Recomputation:
 
     def _gathered(self) -> Gathered:
         """Return the sizes of this rank's layers and root unit when all FSDP shards are gathered."""
-        shards, layers = self._shards, own_layers(self._module)
-        inside, learns = (
-            sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
-        )
-        whole, trained = (_numbers(self._module, trained=only) * shards for only in (False, True))
+        layers = own_layers(self._module)
+        inside, learns = (sum(_numbers(layer, trained=only) for layer in layers) for only in (False, True))
+        whole, trained = (_numbers(self._module, trained=only) for only in (False, True))
         head = self._module.output_layer if self._module.kind == "policy" else None
         return Gathered(
             layers=len(layers),
             layer=inside / len(layers),
             root=whole - inside,
-            head=0 if head is None else _numbers(head) * shards,
+            head=0 if head is None else _numbers(head),
             trained_layer=learns / len(layers),
             trained_root=trained - learns,
         )
@@ -240,9 +238,15 @@ def _decoder(module: PackedModel) -> Decoder:
 
 
 def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:
-    """Count the elements of this rank's shards."""
+    """Count the elements that this rank has when FSDP has gathered its shards, if they have equal sizes."""
     whole: Any = module
-    return sum(local(p).numel() for p in whole.parameters() if p.requires_grad or not trained)
+    return sum(_gathered(p) for p in whole.parameters() if p.requires_grad or not trained)
+
+
+def _gathered(parameter: Any) -> int:
+    mesh = parameter.device_mesh
+    shards: int = mesh.size(mesh.mesh_dim_names.index("shard"))
+    return local(parameter).numel() * shards
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.config.mixture import MixtureConfig
@@ -51,7 +52,7 @@ class Routers:
         for owner, name in self.mixtures.biases:
             getattr(owner, name).requires_grad_(False)  # its update needs no gradient
         self._whole, self._tokens, self._sequences = module.whole_sequences, 1, 1
-        self._sums = torch.empty(0)
+        self._sums, self._replays = torch.empty(0), False
 
     def _check(self, grid: Grid) -> None:
         config, mixtures = self._config, self.mixtures
@@ -85,6 +86,7 @@ class Routers:
             parts: this rank's micro-batches.
         """
         self._sums = torch.empty(0)
+        self._replays = any(part.inputs.routing is not None for part in parts)
         if self._losses:
             sequences = sum(len(part.offsets) - 1 for part in parts if part.rows)
             tokens = sum(int(part.lengths.sum()) for part in parts if part.rows)
@@ -121,6 +123,8 @@ class Routers:
             uses_NE = torch.zeros_like(logits_NE).scatter(1, chosen_NK, 1.0) * real_N1
             if layer not in routing.observed:
                 self._count(layer, scores_NE.detach() * real_N1, uses_NE)
+                if layer in routing.missed:
+                    self._sums[layer, -1] += (routing.missed[layer] * real_N).sum()
             # Megatron-LM and DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20) sum this over layers.
             uses_BE, scores_BE = (
                 uses_NE.new_zeros(count, uses_NE.shape[1]).index_add(0, rows_N, values_NE)
@@ -138,7 +142,7 @@ class Routers:
     def _count(self, layer: int, scores_NE: Tensor, uses_NE: Tensor) -> None:
         """Add a micro-batch's loads and entropies to the sums of the mini-batch."""
         entropy = -torch.special.xlogy(scores_NE, scores_NE).sum()
-        row = torch.cat([uses_NE.sum(0), entropy.view(1)]).double()
+        row = F.pad(torch.cat([uses_NE.sum(0), entropy.view(1)]), (0, 1)).double()
         if not self._sums.numel():
             self._sums = row.new_zeros(self.mixtures.layers, len(row))
         self._sums[layer] += row
@@ -154,10 +158,12 @@ class Routers:
             return
         for group in self._groups:
             self._meter.all_reduce(self._sums, group=group)
-        loads_LE, entropies_L = self._sums[:, :-1], self._sums[:, -1]
+        loads_LE, entropies_L, missed_L = self._sums[:, :-2], self._sums[:, -2], self._sums[:, -1]
         shares_LE = loads_LE / loads_LE.mean(1, keepdim=True).clamp(min=1)
         tokens_L = loads_LE.sum(1) / self.mixtures.each
         metrics.add_mean("router/entropy", entropies_L.sum(), tokens_L.sum())
+        if self._replays:
+            metrics.add_mean("router/differs", missed_L.sum(), loads_LE.sum())
         metrics.add_mean("router/load_max", shares_LE.amax(1).mean(), 1.0)
         metrics.add_mean("router/load_min", shares_LE.amin(1).mean(), 1.0)
         metrics.add_mean("router/idle_experts", (loads_LE == 0).double().mean(), 1.0)
