@@ -57,6 +57,7 @@ class Gathered:
         stages: int = 1,
         head: bool = True,
         lora_rank: int = 0,
+        expert_rank: int = 0,
         trained: bool = True,
         shards: int = 1,
     ) -> Gathered:
@@ -73,6 +74,7 @@ class Gathered:
             head: whether the model has a language model head instead of a value head.
             lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
                 trained.
+            expert_rank: rank of the adapters on the experts.
             trained: whether the model is trained.
             shards: number of ranks over which each parameter is sharded. FSDP pads experts to as many.
         """
@@ -83,6 +85,7 @@ class Gathered:
             root += 0 if head and shape.tied else embedding
         wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate
         adapters = lora_rank * (wide / tensor + 7 * own.hidden)
+        adapters += expert_rank * own.experts.number * (2 * own.hidden + 3 * own.experts.width)
         padding = -own.experts.number % shards * 3 * own.hidden * own.experts.width
         layer = shape.layer / tensor + shape.layer_norms + padding + adapters
         learns = adapters if lora_rank else layer
