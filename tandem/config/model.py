@@ -116,6 +116,11 @@ _ALL_OR_NAMES = Check(
     expected=f"either {_ALL} or names",
     remedy=f"remove {_ALL} or the names",
 )
+_NO_TARGET = Check(
+    lambda own, modules: not modules and not own.target_parameters,
+    "the list is empty, so nothing would be trained",
+    expected=f"{_ALL} or names of layers; only if {{target_parameters}} has names, the list may be empty",
+)
 _ADAPTERS = Check(
     lambda own, folder: (
         folder is not None and not os.path.isfile(os.path.join(folder, "adapter_config.json"))
@@ -250,6 +255,8 @@ class BackboneConfig(Section):
             their names.
         exclude_modules: Endings of the names of layers that get no adapters although target_modules includes
             them.
+        target_parameters: Endings of the names of experts' weights that get an adapter for each expert, for
+            example [experts.gate_up_proj, experts.down_proj]. all-linear does not include experts.
         lora_adapter_path: Folder of adapters in peft's format to start from. null: new adapters, which do not
             change the model at first. The reference policy never uses adapters.
     """
@@ -292,8 +299,9 @@ class BackboneConfig(Section):
 
     lora_rank: int = key(0, ge=0)
     lora_alpha: int = key(16, when=_ADAPTED, ge=1)
-    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=_ALL_OR_NAMES, min_length=1)
+    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=(_ALL_OR_NAMES, _NO_TARGET))
     exclude_modules: Names = key((), when=_ADAPTED)
+    target_parameters: Names = key((), when=_ADAPTED)
     lora_adapter_path: LocalPath | None = key(None, when=_ADAPTED, needs=_ADAPTERS)
 
     @property
@@ -322,6 +330,7 @@ LEARNING = (
     "lora_alpha",
     "target_modules",
     "exclude_modules",
+    "target_parameters",
     "lora_adapter_path",
     "mixture",
 )

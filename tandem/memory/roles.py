@@ -103,6 +103,7 @@ class Held:
             stages=self.fsdp.pipeline_parallel_size,
             head=self.head,
             lora_rank=self.model.lora_rank if self.optim else 0,
+            expert_rank=self.model.lora_rank if self.optim and self.model.target_parameters else 0,
             trained=self.optim is not None,
             shards=self.shards,
         )

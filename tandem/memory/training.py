@@ -57,6 +57,7 @@ class Gathered:
         stages: int = 1,
         head: bool = True,
         lora_rank: int = 0,
+        expert_rank: int = 0,
         trained: bool = True,
         shards: int = 1,
     ) -> Gathered:
@@ -67,22 +68,21 @@ class Gathered:
 
         Args:
             shape: the shape of the model.
-            tensor: number of ranks that split each layer. The dimension of an adapter with the layer's hidden
-                features is not split.
+            tensor: number of ranks that split each layer, but not an adapter's dimension of hidden features.
             stages: number of pipeline stages.
             head: whether the model has a language model head instead of a value head.
-            lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
-                trained.
+            lora_rank: rank of the adapters on all linear layers, which alone are trained; 0: no adapters.
+            expert_rank: rank of the adapters on the experts.
             trained: whether the model is trained.
             shards: number of ranks over which each parameter is sharded. FSDP pads experts to as many.
         """
         own = shape.decoder
         embedding = shape.embedding / tensor
         root = own.hidden + (embedding if head else own.hidden + 1)
-        if stages == 1:
-            root += 0 if head and shape.tied else embedding
+        root += embedding if stages == 1 and not (head and shape.tied) else 0
         wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate
         adapters = lora_rank * (wide / tensor + 7 * own.hidden)
+        adapters += expert_rank * own.experts.number * (2 * own.hidden + 3 * own.experts.width)
         padding = -own.experts.number % shards * 3 * own.hidden * own.experts.width
         layer = shape.layer / tensor + shape.layer_norms + padding + adapters
         learns = adapters if lora_rank else layer

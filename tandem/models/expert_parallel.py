@@ -112,6 +112,7 @@ class ExpertGroup:
             learns = parameter.requires_grad
             module.register_parameter(name, nn.Parameter(placed, requires_grad=learns))
         module.num_experts //= self.size
+        module.first_expert = self._rank * module.num_experts
         plain = module.forward
 
         def forward(hidden_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:

@@ -4,7 +4,10 @@ Each token is computed by the few experts that its router chose. The pairs of to
 expert, so that each expert computes all of its tokens in one matrix product. On CUDA, transformers' grouped
 product is used. On a CPU, each product is one call of `product`, in every dtype.
 
-Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs; F outputs.
+Experts can have low-rank adapters; see `tandem.models.lora`.
+
+Shapes: N tokens; K chosen experts per token; S = N K pairs; E experts; D inputs; F outputs; R the rank of
+adapters.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import (
     ExpertsInterface,
@@ -23,6 +27,8 @@ from transformers.integrations.moe import (
 
 from tandem.models.collectives import exchanged
 from tandem.models.linear import pack, packed_linear, product
+from tandem.models.lora import factors, matrices, scaling_of
+from tandem.models.tensor_group import local
 
 EXPERTS = "tandem"
 """The name of `sorted_experts` in transformers' interface for experts."""
@@ -37,14 +43,16 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
         chosen_NK: int64, the numbers of the experts that compute each token.
         weights_NK: the weight of each expert's output.
     """
-    if hidden_ND.is_cuda:
+    adapters = getattr(module, "adapters", {})
+    adapters = {name: layer for name, layer in adapters.items() if not layer.disable_adapters}
+    if hidden_ND.is_cuda and not adapters:
         out: Tensor = grouped_mm_experts_forward(module, hidden_ND, chosen_NK, weights_NK)
         return out
     each = chosen_NK.shape[1]
-    order_S = chosen_NK.flatten().argsort(stable=True)
-    back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S)))
-    counts = torch.bincount(chosen_NK.flatten(), minlength=module.num_experts).tolist()
-    experts_S = chosen_NK.flatten()[order_S] if module.has_bias else None
+    experts_S, order_S = chosen_NK.flatten().sort(stable=True)
+    places_S = torch.arange(len(order_S), device=order_S.device)
+    back_S = torch.empty_like(order_S).scatter_(0, order_S, places_S)
+    by_expert = _by_expert(experts_S, module.num_experts)
 
     def spread(x_ND: Tensor) -> Tensor:
         return x_ND.index_select(0, order_S // each)
@@ -54,12 +62,12 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
 
     def linear(x_SD: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
-        if isinstance(weight, list):
-            out_SF = _each(x_SD, weight, counts, packed_linear)
-        else:
-            weight_EFD = weight.transpose(1, 2) if module.is_transposed else weight
-            out_SF = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
-        return out_SF if experts_S is None else out_SF + getattr(module, f"{name}_bias")[experts_S]
+        if not isinstance(weight, list):
+            weight = weight.transpose(1, 2) if module.is_transposed else weight
+        out_SF = by_expert(x_SD, weight)
+        if module.has_bias:
+            out_SF = out_SF + getattr(module, f"{name}_bias")[experts_S]
+        return out_SF + _adapted(module, adapters[name], x_SD, by_expert) if name in adapters else out_SF
 
     # Both functions are linear, and each is the other's gradient.
     states_SD = exchanged(hidden_ND, spread, summed)
@@ -70,6 +78,38 @@ def sorted_experts(module: Any, hidden_ND: Tensor, chosen_NK: Tensor, weights_NK
     out_SD = linear(states_SF, "down_proj")
     out_SD = out_SD * weights_NK.flatten().index_select(0, order_S).unsqueeze(1)
     return exchanged(out_SD, summed, spread).to(hidden_ND.dtype)
+
+
+def _adapted(module: Any, layer: Any, x_SD: Tensor, by_expert: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return (S, F) the output of an adapter, s B A x. Expert parallelism does not divide the factors."""
+    here = slice(module.first_expert, module.first_expert + module.num_experts)
+    a_ERD, b_EFR = (factor[here] for factor in matrices(layer, *map(local, factors(layer))))
+    if x_SD.is_cuda:  # the kernel needs rows of a multiple of 16 bytes
+        more = -a_ERD.shape[1] % 8
+        a_ERD, b_EFR = F.pad(a_ERD, (0, 0, 0, more)), F.pad(b_EFR, (0, more))
+    return by_expert(scaling_of(layer) * by_expert(x_SD, a_ERD), b_EFR.contiguous())
+
+
+def _by_expert(experts_S: Tensor, count: int) -> Callable[[Tensor, Any], Tensor]:
+    """Return the function of (S, D) and (E, F, D) that computes (S, F) with each pair's expert.
+
+    Args:
+        experts_S: the sorted experts of the pairs.
+        count: E.
+    """
+    numbers_E = torch.arange(count, device=experts_S.device)
+    ends_E = torch.searchsorted(experts_S, numbers_E, right=True, out_int32=True)
+    if experts_S.is_cuda:
+        return lambda x_SD, weight_EFD: F.grouped_mm(x_SD, weight_EFD.transpose(1, 2), offs=ends_E)
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+
+    def by_expert(x_SD: Tensor, weight_EFD: Any) -> Tensor:
+        if isinstance(weight_EFD, list):
+            return _each(x_SD, weight_EFD, counts, packed_linear)
+        out: Tensor = _Grouped.apply(x_SD, weight_EFD, counts)  # type: ignore[no-untyped-call]
+        return out
+
+    return by_expert
 
 
 def sparse_inputs(block: Any) -> Callable[[Tensor], tuple[Tensor, Tensor]]:

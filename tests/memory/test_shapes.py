@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
 from tandem.memory.shapes import PUBLISHED, model_shape, published
+from tandem.memory.training import Gathered
+from tandem.models.lora import add_adapters, is_adapter
 
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -47,6 +50,18 @@ def counted(config):
 def test_parameters_are_those_of_the_model(kind):
     config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
     assert model_shape(config.to_dict()).parameters == counted(config)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_adapters_on_experts_are_those_of_the_model(kind):
+    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind]})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    keys = {"target_modules": (), "target_parameters": ("experts.gate_up_proj", "experts.down_proj")}
+    add_adapters(model, BackboneConfig(path="-", lora_rank=3, **keys), "policy", torch.float32)
+    counted = sum(parameter.numel() for name, parameter in model.named_parameters() if is_adapter(name))
+    alone, both = (Gathered.of(model_shape(config.to_dict()), lora_rank=3, expert_rank=r) for r in (0, 3))
+    assert both.trained - alone.trained == counted
 
 
 @pytest.mark.slow

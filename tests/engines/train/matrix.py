@@ -22,6 +22,7 @@ MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 FAMILIES = (*MIXTURES, "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
 """Models with windows, sinks, soft caps or experts. They train in double precision."""
 EXPERTS, TIED = (*MIXTURES, "llama4"), ("qwen2", "deep", "gemma3")
+ON_EXPERTS = {"target_parameters": ("experts.gate_up_proj", "experts.down_proj")}
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -54,7 +55,7 @@ FEATURES = {
     **{name: ({"of": name}, {}) for name in FAMILIES},
     **{name: ({"of": name, "model": KEPT}, {}) for name in MIXTURES[1:]},
     "llama4": ({"of": "llama4", "precision": "fp32"}, {}),
-    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
+    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS | ON_EXPERTS}, {}),
     "experts by rows": (
         {"of": "gpt_oss", "optim": {"fused": False}},
         {"cut": "one", "empty": True, "fsdp": {"gradient_sync": "each", "forward_prefetch": True}},
@@ -101,7 +102,7 @@ STAGES = (
     *("one row at once", "by tokens", "a rank without rows", "muon"),
 )
 LONG_ON_TWO = {
-    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values"),
+    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values", "gpt_oss adapters"),
     "copies": ("plain", "adapters"),
     "tokens": ("fp32", "values", "adapters", "gemma2", "gemma3", "llama4", "windowed"),
     "tokens of copies": ("plain",),

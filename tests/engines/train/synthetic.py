@@ -178,7 +178,8 @@ def gradients(engine, batch, loss, micro):
 
     def take(lr, grad_norm, clip_grad):
         for name, parameter in engine.module.named_parameters():
-            taken[name] = parameter.grad.full_tensor().clone()
+            if parameter.grad is not None:
+                taken[name] = parameter.grad.full_tensor().clone()
 
     engine._state.step, kept = take, engine._state.step
     try:
