@@ -33,8 +33,9 @@ from tiny import arguments
 from traced_memory import Case, traced
 
 from tandem.memory.activations import Setup
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import model_shape, published
-from tandem.memory.training import Gathered, Way, forward_moments, update_moments, worst
+from tandem.memory.training import Way, forward_moments, update_moments, worst
 
 OUT = Path(__file__).parent / "results" / "plan_memory.json"
 MEDIAN, WORST = 0.03, 0.10
@@ -212,10 +213,10 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
     """Return the prediction of `tandem.memory` for a case, by phase and kind."""
     shape = model_shape(case.model)
     rank = case.lora_rank
-    split = {"tensor": case.tensor, "shards": case.shards}
+    split = {"tensor": case.tensor, "experts": case.experts, "shards": case.shards}
     own = Gathered.of(shape, **split, head=case.kind == "policy", lora_rank=rank)
     way = Way(
-        Setup(itemsize=2, tensor=case.tensor, sequence=case.sequence, lora_rank=rank),
+        Setup(itemsize=2, tensor=case.tensor, experts=case.experts, sequence=case.sequence, lora_rank=rank),
         master=4,
         shards=case.shards,
         mode=case.mode,
@@ -227,8 +228,8 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
         entropy=case.entropy,
     )
     tokens = -(-sum(case.lengths) // case.sequence)
-    weights = (4 * own.trained + 2 * (own.whole - own.trained)) / case.shards
-    optimizer = 8 * own.trained / case.shards
+    weights = (4 * own.learned + 2 * (own.stored - own.learned)) / case.shards
+    optimizer = 8 * own.learned / case.shards
     found = {}
     for phase, moments in (("log_prob", forward_moments), ("update", update_moments)):
         most = worst(moments(own, shape.decoder, way, tokens))

@@ -24,7 +24,8 @@ from tandem.memory.fit import Found, search
 from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
-from tandem.memory.training import Gathered, Way, update_moments, worst
+from tandem.memory.gathered import Gathered
+from tandem.memory.training import Way, update_moments, worst
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples" / "memory").glob("*.yaml"))

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from tandem.config.model import BackboneConfig
 from tandem.memory.activations import Decoder, LayerBytes, Setup, fastest_that_fits, layer_bytes
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import model_shape
-from tandem.memory.training import Gathered, Way, update_moments
+from tandem.memory.training import Way, update_moments
 from tandem.models.activations import manage_activations
 from tandem.models.loading import load_policy
 from tandem.models.lora import add_adapters, draw_adapters, train_adapters_alone
@@ -137,11 +138,26 @@ FAMILY = {
 """Windows, chunks, sinks, soft caps, experts, and layers of another kind."""
 
 
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 80}
+ROUTED |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 KNOWN = {
     "llama": {}, "qwen3": {}, "gemma2": {}, "gemma3_text": {}, "olmo3": {}, "cohere2": {},
     "phi3": {"pad_token_id": 0}, "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 200},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80},
+        **{"shared_expert_intermediate_size": 120, "mlp_only_layers": [1]},
+    },
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 80},
+    "glm4_moe": ROUTED, "dots1": ROUTED,
+    "deepseek_v3": {
+        **ROUTED, **{"q_lora_rank": 48, "kv_lora_rank": 40, "qk_rope_head_dim": 8},
+        **{"qk_nope_head_dim": 16, "v_head_dim": 12},
+    },
 }  # fmt: skip
 
 
@@ -259,7 +275,7 @@ def most(layers, **options):
     mode = options.pop("mode", "none")
     way = Way(Setup(2, **options), master=4, shards=8, mode=mode)
     decoder = Decoder(layers, 1536, 8960, 12, 2, 128)
-    moments = update_moments(Gathered(layers, 1, 1, 0, 1, 1), decoder, way, 1000)
+    moments = update_moments(Gathered(layers, 1, 1, 0, 1, 1, 1, 1), decoder, way, 1000)
     return next(moment for moment in moments if moment.name == "head, backward").activations
 
 

@@ -12,6 +12,10 @@ from tandem.memory.shapes import PUBLISHED, model_shape, published
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 50, "head_dim": 16}
+ROUTED = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 40}
+ROUTED |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12}
+LATENT |= {"v_head_dim": 10, "attention_bias": True, "num_key_value_heads": 4}
 KINDS = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
@@ -23,8 +27,17 @@ KINDS = {
     "cohere2": {"tie_word_embeddings": True},
     "phi3": {"pad_token_id": 0},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "llama4_text": {"num_local_experts": 6, "interleave_moe_layer_step": 1},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    "llama4_text": {"num_local_experts": 6, "interleave_moe_layer_step": 2, "intermediate_size_mlp": 100},
+    "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 40, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 6},
+    "olmoe": {"num_experts": 6, "eos_token_id": 0},
+    "minimax_m2": {"num_local_experts": 6, "bos_token_id": 0, "eos_token_id": 0},
+    "qwen2_moe": {"num_experts": 6, "moe_intermediate_size": 40, "decoder_sparse_step": 2},
+    "ernie4_5_moe": {"moe_num_experts": 6, "moe_intermediate_size": 40, "moe_layer_end_index": 1},
+    "glm4_moe": ROUTED | {"use_qk_norm": True, "attention_bias": True},
+    "dots1": ROUTED | {"attention_bias": True},
+    "deepseek_v3": ROUTED | LATENT,
+    "deepseek_v2": {**ROUTED, **LATENT, "q_lora_rank": None, "num_experts_per_tok": 2},
 }
 NAMES = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
