@@ -35,6 +35,11 @@ class Experts:
     width: int = 0
     gated: bool = False
 
+    @property
+    def chosen(self) -> bool:
+        """Whether each token is computed by some of the experts only."""
+        return self.routed < self.number
+
 
 class Latent(NamedTuple):
     """The sizes of low-rank queries, keys and values, as in DeepSeek's attention; 0: they have full rank.

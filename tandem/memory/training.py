@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.memory.activations import Decoder, Recomputed, Setup, layer_bytes, norm_bytes
+from tandem.memory.experts import experts_backward_bytes, experts_forward_bytes
 from tandem.memory.gathered import Gathered
 
 TILE = 256 << 20
@@ -166,6 +167,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     - Last layer, backward: the recomputed activations; in the MLP, two gradient tensors more than the saved
       tensors, the gradient of the hidden states, and the gradient of one matrix. The previous layer is
       gathered.
+    - Second layer, backward: the gradient shards of all later layers.
     - First layer, backward: the activations of one layer; all gradients; and all weights, except in the last
       micro-batch.
     - Reduction of the root: its gradients, c, and the reduction buffer, m for each parameter. On one rank the
@@ -174,9 +176,9 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
     w, u, r, layers = c * own.largest, c * own.unit, c * own.root, own.layers
     around = tokens * _around(decoder, c)
-    kinds = [(share, layer_bytes(kind, way.setup)) for share, kind in decoder.kinds]
+    kinds = [(share, kind, layer_bytes(kind, way.setup)) for share, kind in decoder.kinds]
     kept = tokens * sum(
-        share * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved) for share, each in kinds
+        share * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved) for share, _, each in kinds
     )
     on_device = min(layers, 2) if way.setup.offloaded else layers
     activations = around + way.setup.held * on_device * kept
@@ -192,18 +194,19 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     before = u if layers > 1 and way.resharding else 0.0
     first = held + (w if before else 0.0)
     yield Moment("head, backward", first, summed, activations + last, tiles + head_gradient)
-    again = tokens * max(each.again(way.mode) for _, each in kinds)
     norm = tokens * (norm_bytes(decoder, way.setup, features) + (3 * c if way.setup.fused else 20) * features)
     yield Moment("last norm, backward", first, summed + head_gradient, activations + norm, 0.0)
-    layer = again + _inside_backward(own, decoder, way, tokens)
+    layer = max(
+        tokens * each.again(way.mode) + _inside_backward(own, kind, way, tokens) for _, kind, each in kinds
+    )
     held_layer = held + (w if way.resharding else 0.0) + before
     yield Moment("last layer, backward", held_layer, summed + head_gradient, activations + layer, 0.0)
     reducing = 0.0 if way.sums else m * own.trained_unit * min(1, layers - 1)
-    if layers > 1:
-        gathered = held_layer if way.resharding or way.sums else held - w
-        gradients = summed + head_gradient + reducing + m * own.learned_layer / way.shards
-        held_activations = activations - (0 if way.setup.offloaded else kept) + layer
-        yield Moment("layer before, backward", gathered, gradients, held_activations, 0.0)
+    gathered = held_layer if way.resharding or way.sums else held - w
+    for name, done in (("layer before", 1), ("second layer", layers - 2)) if layers > 1 else ():
+        gradients = summed + head_gradient + reducing + m * max(1, done) * own.learned_layer / way.shards
+        held_activations = activations - (0 if way.setup.offloaded else done * kept) + layer
+        yield Moment(f"{name}, backward", gathered, gradients, held_activations, 0.0)
     single = activations - way.setup.held * on_device * kept + kept + layer
     yield from _last_moments(own, way, single, around, head_gradient)
 
@@ -250,32 +253,41 @@ def _inside(decoder: Decoder, way: Way) -> float:
     """Return the peak bytes per token inside a layer's forward pass.
 
     This is the larger of two sums. First: embeddings, layer input, attention output and its norm, with
-    activated gate, up and their product (also the adapter's term of up, or the joined gate). Second: the
-    first three, with the norm's fp32 input and its square.
+    activated gate, up and their product (also the adapter's term of up, or the joined gate), or with the
+    experts. Second: the first three, with the norm's fp32 input and its square.
     """
     c, features = way.setup.itemsize, decoder.hidden
     wide = 4 if way.setup.lora_rank or decoder.joined else 3
-    mlp = max(
-        wide * c * kind.inner(way.setup.tensor) + 2 * kind.experts.routed * c * features
+    mlps = [
+        experts_forward_bytes(kind, way.setup)
+        if kind.experts.chosen
+        else wide * c * kind.inner(way.setup.tensor) + 2 * kind.experts.routed * c * features
         for _, kind in decoder.kinds
-    )
-    mlp += 4 * c * features
-    return max(mlp, 0 if way.setup.fused else (3 * c + 8) * features)
+    ]
+    return max(4 * c * features + max(mlps), 0 if way.setup.fused else (3 * c + 8) * features)
 
 
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
     """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
     In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix, or
-    two joined ones of experts. In the norm before the MLP, the MLP's activations are freed. There are four
-    gradients of the hidden states in fp32, one in the compute dtype, and the gradients of the MLP's matrices.
+    two joined ones if all experts compute all tokens. In the norm before the MLP, the MLP's activations are
+    freed. There are four gradients of the hidden states in fp32, one in the compute dtype, and the gradients
+    of the MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
     inner, experts = decoder.inner(t), decoder.experts
-    stored = max(decoder.dense / t + experts.number / way.setup.experts * experts.width, decoder.plain_width / t)
-    matrix = c * features * stored if own.trains_all else 0.0
-    mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     states = 3 * c * features if way.setup.fused else 18 * features
+    each = c * features if own.trains_all else 0.0
+    matrix = each * decoder.dense / t
+    if experts.chosen:
+        stored = each * experts.number * experts.width / way.setup.experts
+        if way.setup.experts == 1:
+            matrix += stored
+        mlp = experts_backward_bytes(decoder, way.setup, tokens, stored)
+    else:
+        matrix += each * experts.number * experts.width
+        mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     return max(mlp, tokens * (states - 4 * c * inner) + 3 * matrix)
 
 
