@@ -80,6 +80,7 @@ class Decoder:
         plain_width: I of that MLP.
         latent: the low-rank queries, keys and values.
         value_width: number of features of a head's values; 0: d.
+        parted: whether only a part of each head is rotated, so that queries are kept twice.
         whole: whether ranks that split the layers each compute all heads, after a gather.
         scored: whether attention writes its scores, because it has sinks or a soft cap.
         capped: whether the logits have a soft cap.
@@ -101,6 +102,7 @@ class Decoder:
     plain_width: int = 0
     latent: Latent = Latent()
     value_width: int = 0
+    parted: bool = False
     whole: bool = False
     scored: bool = False
     capped: bool = False
@@ -202,8 +204,8 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
       gate. With experts, I is the total width of the experts that compute a token, and each of them keeps its
       input and its output, 2c D.
     - The router: see `_router_bytes`.
-    - Low-rank queries and keys: a norm of each, and the normalized features. The queries are kept twice, and
-      the values together with the part of the keys that is not rotated.
+    - Low-rank queries and keys: a norm of each, and the normalized features. The values are kept together
+      with the part of the keys that is not rotated.
     - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
 
     Tensor parallelism splits H, K and I, but not D and not routed experts. Compiled layers keep less, because
@@ -232,7 +234,8 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     wide = _exchanged(key_heads, heads, setup.sequence) * decoder.widths
     attention = attended + c * (query + wide) + (setup.sequence > 1) * c * query
     attention += sum(norm_bytes(decoder, setup, size) + c * size for size in decoder.latent[:2] if size)
-    attention += decoder.latent.keys and c * heads * (2 * decoder.head_width - decoder.latent.angles)
+    attention += decoder.parted * c * query
+    attention += decoder.latent.keys and c * heads * (decoder.head_width - decoder.latent.angles)
     attention += decoder.joined * c * (query + keys)
     mlp = (decoder.gates - setup.fused) * c * gated + 2 * decoder.experts.routed * c * features
     mlp += _router_bytes(decoder, setup)

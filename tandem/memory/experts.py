@@ -25,7 +25,15 @@ def experts_forward_bytes(decoder: Decoder, setup: Setup) -> float:
     return max(product, experts.routed * (2 * c + 8) * features)
 
 
-def experts_backward_bytes(decoder: Decoder, setup: Setup, tokens: int, matrix: float) -> float:
+def experts_kept_bytes(decoder: Decoder, setup: Setup) -> float:
+    """Return the bytes per token that the experts keep for their backward pass."""
+    each = decoder.gates * decoder.experts.width + 2 * decoder.hidden
+    return decoder.experts.routed * setup.itemsize * each
+
+
+def experts_backward_bytes(
+    decoder: Decoder, setup: Setup, tokens: int, matrix: float, *, again: bool
+) -> float:
     """Return the peak bytes inside the backward pass of the experts, in addition to the kept activations.
 
     This is the largest of three sums. First: gradients of the weighted outputs in fp32 and of the outputs,
@@ -38,12 +46,14 @@ def experts_backward_bytes(decoder: Decoder, setup: Setup, tokens: int, matrix: 
         setup: the settings of the rank.
         tokens: number of tokens.
         matrix: bytes of the gradient of one of the three matrices of all experts of the rank.
+        again: whether the layer is recomputed. Then one tensor as large as the experts' outputs is missing.
     """
     c, features, experts = setup.itemsize, decoder.hidden, decoder.experts
     if setup.experts > 1:
         first = experts.routed * (2 * c + 4) * features + (4 + c) * features
     else:
         first = experts.routed * (2 * c + 8) * features + c * features
+    first += 0 if again else experts.routed * c * features
     second = experts.routed * (c * experts.width + (4 + c) * features)
     third = c * features + (2 - decoder.gates) * c * experts.routed * experts.width
     return max(tokens * first, tokens * second + matrix, tokens * third + 3 * matrix)

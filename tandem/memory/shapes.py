@@ -74,7 +74,8 @@ _LAYERS: dict[str, dict[str, Any]] = {
     "phi3": {"joined": True, "whole": True},
     "gpt_oss": {"norm_copies": 1, "gates": 7, "scored": True},
     "olmoe": {"head_norms": True, "whole": True},
-    "minimax_m2": {"head_norms": True, "whole": True},
+    "minimax_m2": {"head_norms": True, "whole": True, "parted": True},
+    "glm4_moe": {"parted": True},
     "dots1": {"head_norms": True},
 }
 """A dict from model_type to the fields of `Decoder` that differ from Llama's."""
@@ -125,6 +126,11 @@ class ModelShape:
         return self.vocabulary * self.decoder.hidden
 
     @property
+    def largest(self) -> int:
+        """Number of parameters of the largest tensor: the embedding, or gate and up of a layer's experts."""
+        return max(self.embedding, 2 * self.layer.experts // 3)
+
+    @property
     def matrices(self) -> float:
         """Number of weights in the matrices of all layers that are used for a token."""
         own = self.decoder
@@ -132,12 +138,19 @@ class ModelShape:
         return own.layers * (self.attention + own.hidden * width)
 
     @property
-    def streamed(self) -> float:
-        """Number of weights that products with many tokens read: all matrices with all experts, and the head."""
+    def experts(self) -> int:
+        """Number of parameters of all routed experts of all layers."""
+        return (self.decoder.layers - self.decoder.plain) * self.layer.experts
+
+    def streamed(self, ranks: int = 1) -> float:
+        """Return the number of weights that products with many tokens read: all matrices, and the head.
+
+        Args:
+            ranks: number of ranks that divide the experts.
+        """
         own = self.decoder
-        idle = own.experts.number - own.experts.routed
-        unused = (own.layers - own.plain) * 3 * own.hidden * idle * own.experts.width
-        return self.matrices + unused + self.embedding
+        used = (own.layers - own.plain) * 3 * own.hidden * own.experts.routed * own.experts.width
+        return self.matrices - used + self.experts / ranks + self.embedding
 
     @property
     def parameters(self) -> int:
@@ -258,7 +271,7 @@ def _decoder(text: Mapping[str, Any]) -> Decoder:
     if all(isinstance(text.get(name), int) for name in _LATENT):
         keys, angles, plain, values = (text[name] for name in _LATENT)
         latent = Latent(text.get("q_lora_rank") or 0, keys, angles)
-        own |= {"latent": latent, "value_width": values, "whole": True}
+        own |= {"latent": latent, "value_width": values, "whole": True, "parted": True}
         key_heads, width = heads, plain + angles
     if text.get("use_qk_norm") and kind == "glm4_moe":
         own["head_norms"] = True

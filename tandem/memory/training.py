@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.memory.activations import Decoder, Recomputed, Setup, layer_bytes, norm_bytes
-from tandem.memory.experts import experts_backward_bytes, experts_forward_bytes
+from tandem.memory.experts import experts_backward_bytes, experts_forward_bytes, experts_kept_bytes
 from tandem.memory.gathered import Gathered
 
 TILE = 256 << 20
@@ -137,6 +137,7 @@ def forward_moments(
     c, features = way.setup.itemsize, decoder.hidden
     w, u, x, r = (c * each for each in (own.largest, own.unit, own.experts, own.root))
     buffer = 1 if way.shards > 1 else 0
+    copied = u if own.stay or not x else x
     stay = c * (own.stay if way.resharding else own.layers * own.layer)
     before = max(0.0, stay - (x if way.resharding else w))
     ahead = u if way.prefetch and own.layers > 1 and way.resharding else 0.0
@@ -144,10 +145,10 @@ def forward_moments(
     hidden = around + tokens * c * features
     yield Moment("first gather", r + buffer * (r + u) + u, gradients, hidden, 0.0)
     if own.layers > 1:
-        yield Moment("next gather", r + w + buffer * (u + (x or u)) + before, gradients, hidden + earlier, 0.0)
+        yield Moment("next gather", r + w + buffer * (u + copied) + before, gradients, hidden + earlier, 0.0)
     inside = earlier + max(last, tokens * _inside(decoder, way))
-    yield Moment("layers, forward", r + w + buffer * (x or u) + before + ahead, gradients, around + inside, 0.0)
-    gathered = r + buffer * (x or u) + stay
+    yield Moment("layers, forward", r + w + buffer * copied + before + ahead, gradients, around + inside, 0.0)
+    gathered = r + buffer * copied + stay
     states = earlier + max(last, tokens * 2 * c * features)
     tiles = head_forward_bytes(own, decoder, way, tokens)
     yield Moment("head, forward", gathered, gradients, around + states, tiles)
@@ -167,6 +168,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     - Last layer, backward: the recomputed activations; in the MLP, two gradient tensors more than the saved
       tensors, the gradient of the hidden states, and the gradient of one matrix. The previous layer is
       gathered.
+    - Reduction of divided experts: their gradients, c, and the reduction buffer, m for each parameter; the
+      activations and weights of the experts are freed.
     - Second layer, backward: the gradient shards of all later layers.
     - First layer, backward: the activations of one layer; all gradients; and all weights, except in the last
       micro-batch.
@@ -174,7 +177,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
       buffer is copied once more.
     """
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
-    w, u, r, layers = c * own.largest, c * own.unit, c * own.root, own.layers
+    w, u, x, r, layers = (*(c * n for n in (own.largest, own.unit, own.experts, own.root)), own.layers)
+    w = u if own.stay else w
     around = tokens * _around(decoder, c)
     kinds = [(share, kind, layer_bytes(kind, way.setup)) for share, kind in decoder.kinds]
     kept = tokens * sum(
@@ -202,11 +206,16 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     held_layer = held + (w if way.resharding else 0.0) + before
     yield Moment("last layer, backward", held_layer, summed + head_gradient, activations + layer, 0.0)
     reducing = 0.0 if way.sums else m * own.trained_unit * min(1, layers - 1)
+    after = tokens * (c * features + kinds[0][2].again(way.mode) - experts_kept_bytes(decoder, way.setup))
     gathered = held_layer if way.resharding or way.sums else held - w
-    for name, done in (("layer before", 1), ("second layer", layers - 2)) if layers > 1 else ():
-        gradients = summed + head_gradient + reducing + m * max(1, done) * own.learned_layer / way.shards
-        held_activations = activations - (0 if way.setup.offloaded else done * kept) + layer
-        yield Moment(f"{name}, backward", gathered, gradients, held_activations, 0.0)
+    for name, done in (("layer before", 1), ("second layer", max(1, layers - 2))) if layers > 1 else ():
+        gradients = summed + head_gradient + reducing + m * done * own.learned_layer / way.shards
+        earlier = activations - (0 if way.setup.offloaded else done * kept)
+        there = gathered - (done * x if own.stay else 0.0)
+        yield Moment(f"{name}, backward", there, gradients, earlier + layer, 0.0)
+        if own.experts and own.trains_all:
+            gradients += (c if way.sums else c + m) * own.experts
+            yield Moment(f"{name}, experts", there - x, gradients, earlier + after, 0.0)
     single = activations - way.setup.held * on_device * kept + kept + layer
     yield from _last_moments(own, way, single, around, head_gradient)
 
@@ -237,7 +246,9 @@ def _last_moments(
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
         reduced = 2 * m * own.trained_root
     else:
-        yield Moment("first layer, backward", r + w, shard + head_gradient + reducing, single, 0.0)
+        own_shard = m * own.learned_layer / way.shards if own.experts else 0.0  # experts come before it
+        gradients = shard - own_shard + head_gradient + reducing
+        yield Moment("first layer, backward", r + w, gradients, single, 0.0)
         yield Moment("embedding, backward", r, shard + reducing + of_ends, around, 0.0)
         copied = m * own.trained_root + (0.0 if tied else head_gradient)
         reduced = m * own.trained_root + (copied if way.shards == 1 else of_root)
@@ -284,7 +295,7 @@ def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> 
         stored = each * experts.number * experts.width / way.setup.experts
         if way.setup.experts == 1:
             matrix += stored
-        mlp = experts_backward_bytes(decoder, way.setup, tokens, stored)
+        mlp = experts_backward_bytes(decoder, way.setup, tokens, stored, again=way.mode != "none")
     else:
         matrix += each * experts.number * experts.width
         mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
