@@ -207,6 +207,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     yield Moment("last layer, backward", held_layer, summed + head_gradient, activations + layer, 0.0)
     reducing = 0.0 if way.sums else m * own.trained_unit * min(1, layers - 1)
     after = tokens * (c * features + kinds[0][2].again(way.mode) - experts_kept_bytes(decoder, way.setup))
+    reduced = x if way.sums else x + m * own.experts * (1 + way.setup.experts / way.shards)
     gathered = held_layer if way.resharding or way.sums else held - w
     for name, done in (("layer before", 1), ("second layer", max(1, layers - 2))) if layers > 1 else ():
         gradients = summed + head_gradient + reducing + m * done * own.learned_layer / way.shards
@@ -214,8 +215,7 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
         there = gathered - (done * x if own.stay else 0.0)
         yield Moment(f"{name}, backward", there, gradients, earlier + layer, 0.0)
         if own.experts and own.trains_all:
-            gradients += (c if way.sums else c + m) * own.experts
-            yield Moment(f"{name}, experts", there - x, gradients, earlier + after, 0.0)
+            yield Moment(f"{name}, experts", there - x, gradients + reduced, earlier + after, 0.0)
     single = activations - way.setup.held * on_device * kept + kept + layer
     yield from _last_moments(own, way, single, around, head_gradient)
 
