@@ -151,7 +151,9 @@ class _Planner:
         rollout, shape = self.rollout, self.sampler.shape
         windows = [window if window < self.longest else 0 for window in shape.windows]
         groups, size = layer_groups(windows), rollout.block_size
-        block = size * shape.kv_bytes(self.sampler.compute, rollout.split) * groups.size / len(windows)
+        latent = rollout.name in ("vllm", "sglang")
+        token = shape.kv_bytes(self.sampler.compute, rollout.split, latent=latent)
+        block = size * token * groups.size / len(windows)
         prompt = min(self.config.data.max_prompt_length, rollout.max_num_batched_tokens)
         step = prompt if rollout.enable_chunked_prefill else self.longest
         return block, len(groups.windows), groups.blocks(self.longest, step, size)

@@ -48,6 +48,7 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     r"gemma-2-9b": ("gemma2", 3584, 14336, 42, 16, 8, 256000, True, 256),
     r"gemma-2-27b": ("gemma2", 4608, 36864, 46, 32, 16, 256000, True, 128),
     r"gemma-3-1b": ("gemma3_text", 1152, 6912, 26, 4, 1, 262144, True, 256),
+    r"deepseek-(v3|r1)": ("deepseek_v3", 7168, 18432, 61, 128, 128, 129280, False, None, None, 8, 2048),
 }
 """A dict from a regular expression for names of published models to their config.json values.
 
@@ -58,7 +59,16 @@ _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _TIED = ("gemma", "gemma2", "gemma3_text")  # model types whose embeddings are tied by default
 
 
-_WINDOWS = {"gemma2": {"sliding_window": 4096}, "gemma3_text": {"sliding_window": 512}}  # of published models
+_MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 4096},
+    "gemma3_text": {"sliding_window": 512},
+    "deepseek_v3": {
+        **{"n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
+        **{"first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512},
+        **{"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    },
+}
+"""A dict from model_type to further values of the published models' config.json."""
 _FULL_LAYERS = {"gemma2": 2, "gemma3_text": 6}  # each such layer has no window, if no other file says so
 
 _BIASED_OUTPUT = ("llama", "llama4_text", "qwen3", "qwen3_moe", "gpt_oss", "dots1", "olmoe")
@@ -158,7 +168,7 @@ class ModelShape:
         own, matrices = self.decoder, self.embedding * (1 if self.tied else 2)
         return matrices + (own.layers - own.plain) * sum(self.layer) + own.plain * sum(self.plain) + own.hidden
 
-    def kv_bytes(self, itemsize: int, split: int = 1) -> float:
+    def kv_bytes(self, itemsize: int, split: int = 1, *, latent: bool = False) -> float:
         """Return the bytes of a token's keys and values of each head in all layers.
 
         If `split` ranks split the heads, these are the bytes on one rank. A rank has at least one key head.
@@ -166,10 +176,13 @@ class ModelShape:
         Args:
             itemsize: bytes per element.
             split: number of ranks that split the heads.
+            latent: whether the engine stores low-rank keys and values as they are, on each rank.
 
         Source: Kwon et al. 2023, "PagedAttention", https://arxiv.org/abs/2309.06180, section 3.
         """
         own = self.decoder
+        if latent and own.latent.keys:
+            return own.layers * (own.latent.keys + own.latent.angles) * itemsize
         return own.layers * max(1, own.key_heads / split) * own.widths * itemsize
 
 
@@ -182,8 +195,9 @@ def published(name: str) -> dict[str, Any] | None:
     last = name.rstrip("/").rpartition("/")[2].lower()
     for pattern, values in PUBLISHED.items():
         if re.search(rf"(?:^|-){pattern}(?![\w.])", last):
-            found = dict(zip((*_KEYS, *_EXPERT_KEYS), values, strict=False))
-            return found | _WINDOWS.get(found["model_type"], {})
+            given = zip((*_KEYS, *_EXPERT_KEYS), values, strict=False)
+            found = {key: value for key, value in given if value is not None}
+            return found | _MORE.get(found["model_type"], {})
     return None
 
 

@@ -210,7 +210,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     reduced = x if way.sums else x + m * own.experts * (1 + way.setup.experts / way.shards)
     gathered = held_layer if way.resharding or way.sums else held - w
     for name, done in (("layer before", 1), ("second layer", max(1, layers - 2))) if layers > 1 else ():
-        gradients = summed + head_gradient + reducing + m * done * own.learned_layer / way.shards
+        new = m * (done if way.micro_batches == 1 else 1) * own.learned_layer / way.shards
+        gradients = summed + head_gradient + reducing + new
         earlier = activations - (0 if way.setup.offloaded else done * kept)
         there = gathered - (done * x if own.stay else 0.0)
         yield Moment(f"{name}, backward", there, gradients, earlier + layer, 0.0)
