@@ -188,7 +188,7 @@ def windowed() -> Iterator[tuple[str, Case]]:
 
 
 def mixtures() -> Iterator[tuple[str, Case]]:
-    """Yield cases with experts, whole or divided over 2 or 4 ranks, for few tokens and for two models for many."""
+    """Yield cases with experts, whole or divided over 2 or 4 ranks. Two models also have many tokens."""
     for name, model in MIXTURES.items():
         many = ((4096,) * 8,) if name in ("Qwen3 30B-A3B", "DeepSeek-V3") else ()
         for lengths in ((1024,) * 4, *many):

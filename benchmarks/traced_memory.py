@@ -165,9 +165,7 @@ def traced(case: Case) -> dict[str, dict[str, int]]:
     """Return the peak bytes of "log_prob" and "update", by kind."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     try:
-        grid = Grid.over_all_ranks(
-            CPU, sequence=case.sequence, tensor=case.tensor, experts=case.experts
-        )
+        grid = Grid.over_all_ranks(CPU, sequence=case.sequence, tensor=case.tensor, experts=case.experts)
         meter = CollectiveMeter()
         split = SequenceSplit.of(grid.work["sequence"], meter)
         sequences = Ragged.from_list([torch.zeros(n + 1, dtype=torch.int64) for n in case.lengths])

@@ -21,10 +21,10 @@ from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.memory.activations import Setup
 from tandem.memory.fit import Found, search
+from tandem.memory.gathered import Gathered
 from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
-from tandem.memory.gathered import Gathered
 from tandem.memory.training import Way, update_moments, worst
 
 ROOT = Path(__file__).parents[1]

@@ -55,6 +55,9 @@ class Latent(NamedTuple):
     angles: int = 0
 
 
+FULL_RANK = Latent()
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """The shape of a decoder, as transformers computes it.
@@ -100,7 +103,7 @@ class Decoder:
     experts: Experts = Experts()
     plain: int = 0
     plain_width: int = 0
-    latent: Latent = Latent()
+    latent: Latent = FULL_RANK
     value_width: int = 0
     parted: bool = False
     whole: bool = False

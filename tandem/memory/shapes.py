@@ -166,7 +166,9 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of parameters of the whole model. A tied matrix is counted once."""
         own, matrices = self.decoder, self.embedding * (1 if self.tied else 2)
-        return matrices + (own.layers - own.plain) * sum(self.layer) + own.plain * sum(self.plain) + own.hidden
+        return (
+            matrices + (own.layers - own.plain) * sum(self.layer) + own.plain * sum(self.plain) + own.hidden
+        )
 
     def kv_bytes(self, itemsize: int, split: int = 1, *, latent: bool = False) -> float:
         """Return the bytes of a token's keys and values of each head in all layers.
@@ -243,8 +245,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """Return the shape of the model that a config.json describes.
 
     For a multimodal model, this is the shape of its text model. Symbols: D hidden features, H heads and K key
-    heads of d features each, I features of the MLP. Each layer has: attention (see `_attention`); gate, up and
-    down 3 D I; norms D each; and head norms 2 d in Qwen3 and Gemma 3, or (H + K) d in OLMo 3. With E experts,
+    heads of d features each, I features of the MLP. Each layer has: attention (see `_attention`); gate, up
+    and down 3 D I; norms D each; and head norms 2 d in Qwen3 and Gemma 3, or (H + K) d in OLMo 3. With E experts,
     each expert has 3 D I parameters, and the router D E. gpt-oss has biases everywhere and sinks.
 
     Raises:
@@ -272,9 +274,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         alone = kind == "qwen2_moe" and of.experts.number > 0  # its shared expert is whole, and has a gate
         router += (mlp + hidden) * alone
         numbers.append(LayerNumbers(split + mlp * (not alone), whole + router, of.experts.number * routed))
-    return ModelShape(
-        kind, decoder, text["vocab_size"], tied, attention, *numbers, windows=layer_windows(text)
-    )
+    layer, plain = numbers
+    windows = layer_windows(text)
+    return ModelShape(kind, decoder, text["vocab_size"], tied, attention, layer, plain, windows)
 
 
 def _decoder(text: Mapping[str, Any]) -> Decoder:
@@ -313,7 +315,11 @@ def _attention(text: Mapping[str, Any], own: Decoder) -> tuple[int, int, int]:
         heads = own.heads * (own.widths - latent.angles)
         matrices = first + latent.queries * query + latent.keys * heads + own.heads * own.value_width * hidden
         norms += latent.queries + latent.keys
-        return matrices, 0, matrices + norms + biased * (latent.queries + latent.keys + latent.angles + hidden)
+        return (
+            matrices,
+            0,
+            matrices + norms + biased * (latent.queries + latent.keys + latent.angles + hidden),
+        )
     matrices = 2 * hidden * (query + keys)
     split = matrices + ((query + 2 * keys) + hidden * (kind in _BIASED_OUTPUT) if biased else 0)
     norms += (query + keys if own.whole else 2 * own.head_width) * own.head_norms
