@@ -246,8 +246,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
     For a multimodal model, this is the shape of its text model. Symbols: D hidden features, H heads and K key
     heads of d features each, I features of the MLP. Each layer has: attention (see `_attention`); gate, up
-    and down 3 D I; norms D each; and head norms 2 d in Qwen3 and Gemma 3, or (H + K) d in OLMo 3. With E experts,
-    each expert has 3 D I parameters, and the router D E. gpt-oss has biases everywhere and sinks.
+    and down 3 D I; norms D each; and head norms 2 d in Qwen3 and Gemma 3, or (H + K) d in OLMo 3. With E
+    experts, each expert has 3 D I parameters, and the router D E. gpt-oss has biases everywhere and sinks.
 
     Raises:
         ConfigError: a size is missing in config.json.

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tandem.errors import ConfigError
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import PUBLISHED, model_shape, published
 
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -46,6 +47,7 @@ NAMES = {
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "deepseek-ai/DeepSeek-V3": 671_026_404_352,
     "mistralai/Mistral-7B-Instruct-v0.2": 7_241_732_096,
 }
 
@@ -97,6 +99,32 @@ def test_keys_and_values():
     sizes = {"Qwen2.5-0.5B": 12, "Qwen2.5-1.5B": 28, "Qwen2.5-7B": 56, "Llama-3-70B": 320}
     assert {name: model_shape(published(name)).kv_bytes(2) / 1024 for name in sizes} == sizes
     assert model_shape(published("Llama-3-70B")).kv_bytes(2, split=16) == 40 * 1024  # at least one key head
+
+
+def test_low_rank_keys_and_values_are_stored_for_each_head_or_as_they_are():
+    shape = model_shape(published("deepseek-ai/DeepSeek-V3"))
+    assert shape.kv_bytes(2) == 61 * 128 * (192 + 128) * 2
+    assert shape.kv_bytes(2, split=8) == 61 * 16 * (192 + 128) * 2
+    assert shape.kv_bytes(2, split=8, latent=True) == 61 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 16, 64])
+def test_ranks_that_divide_experts_gather_their_own_and_store_as_much(ranks):
+    """Each of 58 layers has 256 experts with three matrices of 7168 · 2048."""
+    shape, each = model_shape(published("deepseek-ai/DeepSeek-V3")), 256 * 3 * 7168 * 2048
+    whole, divided = (Gathered.of(shape, experts=size, shards=64) for size in (1, ranks))
+    assert whole.stored == shape.parameters == pytest.approx(divided.stored)
+    assert divided.learned == pytest.approx(shape.parameters)
+    assert whole.whole - divided.whole == pytest.approx(58 * each * (1 - 1 / ranks))
+    assert divided.experts == each / ranks and divided.unit == shape.plain.split + shape.plain.whole
+    assert divided.stay == (58 * each / 64 if ranks == 64 else 0)
+
+
+def test_the_weights_that_a_token_uses():
+    """Published as 37B of 671B, of which 0.9B are the embedding."""
+    shape = model_shape(published("deepseek-ai/DeepSeek-V3"))
+    assert shape.matrices + shape.embedding == pytest.approx(36.6e9, rel=0.005)
+    assert shape.streamed() == pytest.approx(671.0e9 - shape.embedding, rel=0.001)
 
 
 @pytest.mark.parametrize(("kind", "keys", "options"), [
