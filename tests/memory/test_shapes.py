@@ -10,7 +10,6 @@ from tandem.config.model import BackboneConfig
 from tandem.errors import ConfigError
 from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import PUBLISHED, model_shape, published
-from tandem.memory.training import Gathered
 from tandem.models.lora import add_adapters, is_adapter
 
 KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
