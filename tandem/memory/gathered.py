@@ -57,18 +57,15 @@ class Gathered:
     ) -> Gathered:
         """Compute the parameter counts on one rank from the shape of a model.
 
-        Tensor parallelism splits matrices, but not norms. In a pipeline, the root unit is that of the last
-        stage, which has the head, and `layers` is the maximum over the stages.
+        In a pipeline, the root unit is the last stage's, and `layers` is the maximum over the stages.
 
         Args:
             shape: the shape of the model.
-            tensor: number of ranks that split each layer. The dimension of an adapter with the layer's hidden
-                features is not split.
+            tensor: number of ranks that split each layer, but not an adapter's dimension of hidden features.
             experts: number of ranks that divide the experts.
             stages: number of pipeline stages.
             head: whether the model has a language model head instead of a value head.
-            lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
-                trained.
+            lora_rank: rank of the adapters on all linear layers, which alone are trained; 0: no adapters.
             expert_rank: rank of the adapters on the experts; 0: they have none.
             trained: whether the model is trained.
             shards: number of ranks over which each parameter is sharded. FSDP pads experts to as many.
@@ -76,17 +73,14 @@ class Gathered:
         own = shape.decoder
         embedding = shape.embedding / tensor
         root = own.hidden + (embedding if head else own.hidden + 1)
-        if stages == 1:
-            root += 0 if head and shape.tied else embedding
-        divided = shape.layer.experts / experts
-        padding = 0.0
-        if experts == 1:
-            padding = -own.experts.number % shards * 3 * own.hidden * own.experts.width
+        root += embedding if stages == 1 and not (head and shape.tied) else 0
+        divided, padded = shape.layer.experts / experts, -own.experts.number % shards if experts == 1 else 0
+        padding = float(padded * 3 * own.hidden * own.experts.width)
         mixed = own.layers - own.plain
         adapters, plain_adapters = (lora_rank * _adapted(kind, tensor) for kind in _both(own))
         adapters += expert_rank * own.experts.number * (2 * own.hidden + 3 * own.experts.width)
-        unit = shape.layer.split / tensor + shape.layer.whole + adapters
-        plain = shape.plain.split / tensor + shape.plain.whole + plain_adapters if own.plain else 0.0
+        unit = shape.layer.on(tensor) + adapters
+        plain = shape.plain.on(tensor) + plain_adapters if own.plain else 0.0
 
         def mean(with_experts: float, without: float = 0.0) -> float:
             return (mixed * with_experts + own.plain * without) / own.layers

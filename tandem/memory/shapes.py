@@ -104,6 +104,10 @@ class LayerNumbers(NamedTuple):
     whole: int
     experts: int
 
+    def on(self, ranks: int) -> float:
+        """Return the numbers on one of `ranks` ranks that split the layer, without the routed experts."""
+        return self.split / ranks + self.whole
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:

@@ -168,36 +168,32 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     - Last layer, backward: the recomputed activations; in the MLP, two gradient tensors more than the saved
       tensors, the gradient of the hidden states, and the gradient of one matrix. The previous layer is
       gathered.
-    - Reduction of divided experts: their gradients, c, and the reduction buffer, m for each parameter; the
-      activations and weights of the experts are freed.
+    - Reduction of divided experts: their gradients, c, and the reduction buffer, m for each parameter.
     - Second layer, backward: the gradient shards of all later layers.
-    - First layer, backward: the activations of one layer; all gradients; and all weights, except in the last
-      micro-batch.
-    - Reduction of the root: its gradients, c, and the reduction buffer, m for each parameter. On one rank the
-      buffer is copied once more.
+    - First layer, backward: one layer's activations; all gradients; all weights, unless it is the last time.
+    - Reduction of the root: its gradients and buffer. On one rank the buffer is copied once more.
     """
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
-    w, u, x, r, layers = (*(c * n for n in (own.largest, own.unit, own.experts, own.root)), own.layers)
-    w = u if own.stay else w
+    w, u, x, r = (c * number for number in (own.largest, own.unit, own.experts, own.root))
+    w, layers = u if own.stay else w, own.layers
     around = tokens * _around(decoder, c)
     kinds = [(share, kind, layer_bytes(kind, way.setup)) for share, kind in decoder.kinds]
     kept = tokens * sum(
-        share * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved) for share, _, each in kinds
+        of * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved) for of, _, each in kinds
     )
     on_device = min(layers, 2) if way.setup.offloaded else layers
     activations = around + way.setup.held * on_device * kept
-    summed = 0.0
-    if way.micro_batches > 1:
-        summed = m * (own.trained - layers * own.padding if way.sums else own.learned / way.shards)
+    summed = m * (own.trained - layers * own.padding if way.sums else own.learned / way.shards)
+    summed = summed if way.micro_batches > 1 else 0.0
     head_gradient = c * own.head if own.trained_root else 0.0
     last = tokens * (norm_bytes(decoder, way.setup, features) + c * features)
     held = r + (c * own.stay if way.resharding else layers * c * own.layer)
     left = {"earlier": activations - around - kept, "last": kept, "gradients": 0.0 if way.sums else summed}
     yield from forward_moments(own, decoder, way, tokens, **left)
-    tiles = head_backward_bytes(own, decoder, way, tokens)
     before = u if layers > 1 and way.resharding else 0.0
     first = held + (w if before else 0.0)
-    yield Moment("head, backward", first, summed, activations + last, tiles + head_gradient)
+    tiles = head_backward_bytes(own, decoder, way, tokens) + head_gradient
+    yield Moment("head, backward", first, summed, activations + last, tiles)
     norm = tokens * (norm_bytes(decoder, way.setup, features) + (3 * c if way.setup.fused else 20) * features)
     yield Moment("last norm, backward", first, summed + head_gradient, activations + norm, 0.0)
     layer = max(
@@ -211,9 +207,8 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     gathered = held_layer if way.resharding or way.sums else held - w
     for name, done in (("layer before", 1), ("second layer", max(1, layers - 2))) if layers > 1 else ():
         new = m * (done if way.micro_batches == 1 else 1) * own.learned_layer / way.shards
-        gradients = summed + head_gradient + reducing + new
+        gradients, there = summed + head_gradient + reducing + new, gathered - (done * x if own.stay else 0.0)
         earlier = activations - (0 if way.setup.offloaded else done * kept)
-        there = gathered - (done * x if own.stay else 0.0)
         yield Moment(f"{name}, backward", there, gradients, earlier + layer, 0.0)
         if own.experts and own.trains_all:
             yield Moment(f"{name}, experts", there - x, gradients + reduced, earlier + after, 0.0)
