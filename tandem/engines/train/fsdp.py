@@ -239,7 +239,8 @@ class FSDPEngine:
         counts = global_counts(batch, self._meter, self._data_group)
         lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
         micro_batches = list(self._micro_batches(batch, loss.columns, micro))
-        self._recomputation.fit(micro_batches, micro, self._try_forward)
+        with repeatable(self._fsdp):
+            self._recomputation.fit(micro_batches, micro, self._try_forward)
         self._interrupted = True
         try:
             with repeatable(self._fsdp):
