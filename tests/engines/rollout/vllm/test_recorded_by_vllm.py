@@ -79,6 +79,7 @@ def test_recorded_experts_are_those_of_each_sequence_alone(tmp_path, family):
         check_experts(model, requests[1:], drain(engine))
 
 
+@pytest.mark.slow
 def test_two_ranks_record_the_same(tmp_path):
     model, path = mixture(tmp_path, "qwen3_moe")
     with closing(Ranks()) as ranks:
