@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -25,8 +26,11 @@ from tandem.demo.program import run_demo
 from tandem.observability.run import read_metrics
 
 
-def measure(task: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Run a task once; the curve has pairs of step and validation accuracy."""
+def measure(task: str, seed: int, overrides: list[str], metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a task once; the curve has pairs of step and validation accuracy.
+
+    The other metrics that the run has are lists over its steps of training.
+    """
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         done = run_demo(
@@ -41,12 +45,14 @@ def measure(task: str, seed: int, overrides: list[str]) -> dict[str, Any]:
         )
         rows = read_metrics(done.run / "metrics.jsonl")
     curve = [[row["step"], round(row["val/accuracy"], 3)] for row in rows if "val/accuracy" in row]
+    steps = {name: [round(row[name], 3) for row in rows if name in row] for name in metrics}
     return {
         "seconds": round(done.seconds, 1),
         "before": curve[0][1],
         "after": curve[-1][1],
         "load_at_start": round(load, 2),
         "curve": curve,
+        **{name: values for name, values in steps.items() if values},
     }
 
 

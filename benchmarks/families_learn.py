@@ -1,9 +1,9 @@
 """Train a policy of each of some architectures on the demo's task, and record its accuracy before and after.
 
 The models have about a million parameters, like the demo's own. Windows are shorter than the sequences. The
-seconds include the warm start.
+seconds include the warm start. Runs of a mixture of experts also record the load of its experts.
 
-    python benchmarks/families_learn.py [FAMILY …] [--steps 50] [--seed 0] [--out FILE]
+    python benchmarks/families_learn.py [RUN …] [--steps 50] [--seed 0] [--out FILE]
 """
 
 from __future__ import annotations
@@ -42,7 +42,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**MIXED, "head_dim": 32},
     "olmo3": MIXED,
     "phi3": WINDOW,
+    "qwen3_moe": {
+        **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    },
 }
+BALANCED = "qwen3_moe balanced"
+RUNS: dict[str, list[str]] = {
+    **{kind: [] for kind in FAMILIES},
+    BALANCED: ["actor_rollout_ref.model.mixture.router_aux_loss_coef=0.01"],
+}
+"""The words of each run for reinforcement learning. The warm start has none of them."""
+LOADS = ("router/load_max", "router/load_min", "router/idle_experts")
 
 
 def write_model(kind: str, folder: Path, *, seed: int, phrases: tuple[str, ...] = ()) -> None:
@@ -60,21 +70,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("families", nargs="*", help=f"by default {', '.join(FAMILIES)}")
+    parser.add_argument("families", nargs="*", help=f"by default {', '.join(RUNS)}")
     parser.add_argument("--steps", type=int, default=50, help="steps of reinforcement learning")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/families_learn.json"))
-    given = arguments(parser, families=["gpt_oss"], steps=1)
+    given = arguments(parser, families=[BALANCED], steps=1)
     found = json.loads(given.out.read_text()) if given.out.exists() else {"families": {}}
     found["device"] = device()
-    for kind in given.families or FAMILIES:
+    for name in given.families or RUNS:
         with (
             small_demo() if given.tiny else nullcontext(),
-            mock.patch("tandem.demo.program.write_model", partial(write_model, kind)),
+            mock.patch("tandem.demo.program.write_model", partial(write_model, name.split()[0])),
         ):
-            row = measure(ARITHMETIC, given.seed, [f"trainer.total_training_steps={given.steps}"])
-        found["families"][kind] = row
-        print(json.dumps({kind: row}))
+            words = [f"trainer.total_training_steps={given.steps}", *RUNS[name]]
+            row = measure(ARITHMETIC, given.seed, words, metrics=LOADS)
+        found["families"][name] = row
+        print(json.dumps({name: row}))
         given.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

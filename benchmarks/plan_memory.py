@@ -3,7 +3,8 @@
 The reference is a trace. torch's FSDPMemTracker follows every operation of Tandem's own model under fake
 tensors, sharded by Tandem's own code, as one of 1 to 512 ranks (see `traced_memory`). The shapes are from
 0.5B to 72B with 3 to 6 layers, because layers are alike, and two models have all their layers. Levers are on
-and off. Eight models have windows, chunks, sinks, soft caps or experts. The held-out cases are drawn from
+and off. Eight models have windows, chunks, sinks, soft caps or experts. Six mixtures have their experts whole
+or divided over ranks, and all their experts get equally many tokens. The held-out cases are drawn from
 seeds, and were traced after the formulas were written.
 
 Both sides count the same tensors. The comparison excludes what a CPU cannot trace: GPU kernels, the GPU's
@@ -13,7 +14,7 @@ allocator, the cache, and copies to the host.
 
 Cases in an existing file are kept, and missing cases are traced. --report only prints the table. The program
 fails if the median error of the totals is above 3% or the worst is above 10%, for the designed cases,
-those with windows, or the held-out ones.
+those with windows, the mixtures, or the held-out ones.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from tiny import arguments
 from traced_memory import Case, traced
 
 from tandem.memory.activations import Setup
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import model_shape, published
-from tandem.memory.training import Gathered, Way, forward_moments, update_moments, worst
+from tandem.memory.training import Way, forward_moments, update_moments, worst
 
 OUT = Path(__file__).parent / "results" / "plan_memory.json"
 MEDIAN, WORST = 0.03, 0.10
@@ -84,6 +86,37 @@ WINDOWS: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 1, "attention_chunk_size": 8192, "use_qk_norm": True},
     },
     "Mistral 7B": {**(published("mistral-7b") or {}), "num_hidden_layers": 4, "sliding_window": 4096},
+}
+_ROUTED = {"n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Qwen3 30B-A3B": {**(published("qwen3-30b-a3b") or {}), "num_hidden_layers": 3},
+    "DeepSeek-V3": {
+        **{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432},
+        **{"num_hidden_layers": 4, "num_attention_heads": 128, "num_key_value_heads": 128},
+        **{"vocab_size": 129280, "n_routed_experts": 256, "moe_intermediate_size": 2048},
+        **_ROUTED,
+        **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128},
+        **{"v_head_dim": 128, "n_group": 8, "topk_group": 4},
+    },
+    "Mixtral 8x7B": {
+        **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336},
+        **{"num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 8},
+        **{"vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2},
+    },
+    "GLM 4.5 Air": {
+        **{"model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944},
+        **{"num_hidden_layers": 4, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
+        **{"vocab_size": 151552, "n_routed_experts": 128, "moe_intermediate_size": 1408},
+        **_ROUTED,
+        **{"n_group": 1, "topk_group": 1},
+    },
+    "gpt-oss 20B": {**WINDOWS["gpt-oss 20B"], "num_hidden_layers": 3},
+    "Qwen1.5 MoE A2.7B": {
+        **{"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632},
+        **{"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"vocab_size": 151936, "num_experts": 60, "num_experts_per_tok": 4},
+        **{"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    },
 }
 LENGTHS = ((1024,) * 4, (1024,) * 8, (512,) * 8, (8192,), (700, 300, 20) * 4, (128, 128), (4096,) * 2)
 
@@ -154,6 +187,17 @@ def windowed() -> Iterator[tuple[str, Case]]:
     yield from drawn("drawn again, windows", SEED + 6, windows=True)
 
 
+def mixtures() -> Iterator[tuple[str, Case]]:
+    """Yield cases with experts, whole or divided over 2 or 4 ranks. Two models also have many tokens."""
+    for name, model in MIXTURES.items():
+        many = ((4096,) * 8,) if name in ("Qwen3 30B-A3B", "DeepSeek-V3") else ()
+        for lengths in ((1024,) * 4, *many):
+            for shards, experts in ((8, 1), (8, 2), (8, 4), (4, 4)):
+                for mode in ("none", "full"):
+                    said = f"mixture {name}, {sum(lengths)} tokens {shards=} {experts=} {mode=}"
+                    yield said, Case(model, lengths, shards=shards, experts=experts, mode=mode)
+
+
 def held_out() -> Iterator[tuple[str, Case]]:
     """Yield the held-out cases, each group drawn from its own seed.
 
@@ -212,10 +256,10 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
     """Return the prediction of `tandem.memory` for a case, by phase and kind."""
     shape = model_shape(case.model)
     rank = case.lora_rank
-    split = {"tensor": case.tensor, "shards": case.shards}
+    split = {"tensor": case.tensor, "experts": case.experts, "shards": case.shards}
     own = Gathered.of(shape, **split, head=case.kind == "policy", lora_rank=rank)
     way = Way(
-        Setup(itemsize=2, tensor=case.tensor, sequence=case.sequence, lora_rank=rank),
+        Setup(itemsize=2, tensor=case.tensor, experts=case.experts, sequence=case.sequence, lora_rank=rank),
         master=4,
         shards=case.shards,
         mode=case.mode,
@@ -227,8 +271,8 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
         entropy=case.entropy,
     )
     tokens = -(-sum(case.lengths) // case.sequence)
-    weights = (4 * own.trained + 2 * (own.whole - own.trained)) / case.shards
-    optimizer = 8 * own.trained / case.shards
+    weights = (4 * own.learned + 2 * (own.stored - own.learned)) / case.shards
+    optimizer = 8 * own.learned / case.shards
     found = {}
     for phase, moments in (("log_prob", forward_moments), ("update", update_moments)):
         most = worst(moments(own, shape.decoder, way, tokens))
@@ -241,6 +285,9 @@ def predicted(case: Case) -> dict[str, dict[str, float]]:
             "total": weights + optimizer + most.total,
         }
     return found
+
+
+CASES = (*designed(), *windowed(), *mixtures(), *held_out())
 
 
 def errors(row: dict[str, Any], guess: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -269,7 +316,9 @@ def report(rows: dict[str, Any]) -> bool:
         ]
         print(f"{name:78.78} {' '.join(cells)}")
         for phase in found:
-            group = "held out" if name.startswith("held") else "windows" if ", window" in name else "designed"
+            first = name.partition(" ")[0]
+            group = {"held": "held out", "mixture": "mixtures"}.get(first, "designed")
+            group = "windows" if group == "designed" and ", window" in name else group
             totals.setdefault((group, phase), []).append(abs(found[phase]["total"]))
     for (group, phase), all_errors in sorted(totals.items()):
         middle, most = statistics.median(all_errors), max(all_errors)
@@ -286,14 +335,14 @@ def main() -> int:
     options = arguments(parser, only=["Qwen2.5-0.5B 4 layers, 4096 tokens shards=1 mode=full"])
     stored = json.loads(options.out.read_text()) if options.out.exists() else {"rows": {}}
     rows: dict[str, Any] = stored["rows"]
-    for name, case in () if options.report else (*designed(), *windowed(), *held_out()):
+    for name, case in () if options.report else CASES:
         if name in rows or (options.only and not any(word in name for word in options.only)):
             continue
         case = replace(case, model={key: value for key, value in case.model.items() if value is not None})
         rows[name] = {"case": asdict(case), "traced": traced(case)}
         options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
         print(f"traced {name}", file=sys.stderr, flush=True)
-    known = [name for name, _ in (*designed(), *windowed(), *held_out())]
+    known = [name for name, _ in CASES]
     rows = stored["rows"] = {name: rows[name] for name in known if name in rows}
     fine = report(rows)
     options.out.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")

@@ -34,8 +34,9 @@ from tandem.config.optim import OptimConfig
 from tandem.engines.train.base import MicroBatching
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.memory.activations import Setup
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import model_shape
-from tandem.memory.training import CPU_TILE, Gathered, Way, forward_moments, update_moments, worst
+from tandem.memory.training import CPU_TILE, Way, forward_moments, update_moments, worst
 from tandem.models.parallel import leave_distributed
 from tandem.protocol import DataProto, Ragged
 

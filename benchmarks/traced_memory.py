@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -29,12 +29,14 @@ from tandem.models import attention
 from tandem.models.activations import manage_activations
 from tandem.models.attention_kernels import torch_varlen
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.expert_parallel import ExpertGroup
 from tandem.models.heads import tiled
 from tandem.models.lora import add_adapters, train_adapters_alone
 from tandem.models.packing import PackedInputs, Packing, pack
 from tandem.models.parallel import Grid, shard
 from tandem.models.policy import PolicyModel
 from tandem.models.rectangles import Scores
+from tandem.models.routing import Mixtures
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.models.tensor_group import TensorGroup
 from tandem.models.tensor_parallel import parallelize
@@ -64,7 +66,7 @@ class Case:
         lengths: tokens of the sequences of each micro-batch, without the last token of each sequence.
         micro: micro-batches of the update.
         each: whether gradients are reduced in each micro-batch.
-        shards, tensor, sequence: the number of ranks that share weights, layers and tokens.
+        shards, tensor, experts, sequence: the number of ranks that share weights, layers, experts and tokens.
         mode: what is recomputed.
         entropy: whether the head returns entropies too.
         kind: "policy" or "value".
@@ -79,6 +81,7 @@ class Case:
     each: bool = False
     shards: int = 1
     tensor: int = 1
+    experts: int = 1
     sequence: int = 1
     mode: str = "none"
     entropy: bool = False
@@ -122,8 +125,23 @@ class Tracker(FSDPMemTracker):
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Use the attention kernel for variable lengths and a GPU's tile size, on fake tensors."""
+    """Use the attention kernel for variable lengths and a GPU's tile size, on fake tensors.
+
+    The pairs of token and expert are divided evenly over ranks.
+    """
     kept = attention.rectangular, tiled.TILE_BYTES["cpu"], DeviceMesh._concatenate
+    counts = torch.bincount, FakeTensor.tolist
+    pairs = 0
+
+    def count(values: Tensor, *, minlength: int) -> Tensor:
+        nonlocal pairs
+        pairs = values.numel()
+        return values.new_empty(minlength)
+
+    def even(counted: Tensor) -> Any:
+        size = counted.shape[-1]
+        row = [pairs // size + (place < pairs % size) for place in range(size)]
+        return row if counted.ndim == 1 else [row] * len(counted)
 
     def real(*args: Any) -> DeviceMesh:
         with unset_fake_temporarily():
@@ -135,17 +153,19 @@ def as_on_a_gpu() -> Iterator[None]:
 
     attention.rectangular, tiled.TILE_BYTES["cpu"] = attend, tiled.TILE_BYTES["cuda"]
     DeviceMesh._concatenate = real
+    torch.bincount, FakeTensor.tolist = count, even
     try:
         yield
     finally:
         attention.rectangular, tiled.TILE_BYTES["cpu"], DeviceMesh._concatenate = kept
+        torch.bincount, FakeTensor.tolist = counts
 
 
 def traced(case: Case) -> dict[str, dict[str, int]]:
     """Return the peak bytes of "log_prob" and "update", by kind."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world)
     try:
-        grid = Grid.over_all_ranks(CPU, sequence=case.sequence, tensor=case.tensor)
+        grid = Grid.over_all_ranks(CPU, sequence=case.sequence, tensor=case.tensor, experts=case.experts)
         meter = CollectiveMeter()
         split = SequenceSplit.of(grid.work["sequence"], meter)
         sequences = Ragged.from_list([torch.zeros(n + 1, dtype=torch.int64) for n in case.lengths])
@@ -220,6 +240,7 @@ def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[
         )
         if case.lora_rank:
             add_adapters(backbone, model, case.kind, torch.float32)
+        backbone.mixtures = Mixtures(backbone)
         module: Any = PolicyModel(backbone) if case.kind == "policy" else ValueModel(backbone)
         module.train()
         if case.lora_rank:
@@ -230,6 +251,9 @@ def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[
     units = wrapped(module, FSDPConfig().wrap_policy)
     if case.tensor > 1:
         parallelize(module, TensorGroup(grid.weights["tp"], meter))
+    experts = None if grid.experts is None else ExpertGroup(grid.experts, meter)
+    if experts is not None:
+        experts.divide(module)
     switch = manage_activations(module.decoder.layers, model, CPU).switch
     assert switch is not None
     switch.mode = case.mode
@@ -237,6 +261,7 @@ def _sharded(case: Case, grid: Grid, meter: CollectiveMeter) -> tuple[Any, list[
         module,
         units,
         grid.fsdp,
+        experts=experts,
         compute_dtype=torch.bfloat16,
         master_dtype=torch.float32,
         reshard_after_forward=case.reshard and case.shards > 1,

@@ -19,6 +19,7 @@ import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,9 +86,10 @@ def tandem_step(
 
 
 def transformers_step(
-    folder: Path, dtype: torch.dtype, batch: DataProto, device: torch.device
+    folder: Path, dtype: torch.dtype, batch: DataProto, device: torch.device, **options: Any
 ) -> Callable[[], None]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    options = {"dtype": dtype, "attn_implementation": "sdpa", **options}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     tokens = batch.ragged("tokens")
     ids_BT = tokens.to_padded().to(device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +45,47 @@ def make_batch(vocabulary: int, samples: int) -> DataProto:
     return DataProto({"tokens": tokens, "response_mask": tokens.with_values(tokens.positions() >= PROMPT)})
 
 
-def update(module: PreTrainedModel, dtype: str, samples: int, turns: int) -> dict[str, float]:
-    """Return the tokens/s of an update of both sides, and their ratio."""
+def update(
+    module: PreTrainedModel, dtype: str, samples: int, turns: int, plain: Mapping[str, dict[str, Any]]
+) -> dict[str, float]:
+    """Return the tokens/s of an update of each side, and the ratio of Tandem to the fastest other.
+
+    `plain` has the options of transformers' model, by the name of the side.
+    """
     device, batch = torch.device("cpu"), make_batch(module.config.vocab_size, samples)
     tokens = len(batch.ragged("tokens").values)
     with tempfile.TemporaryDirectory() as folder:
         module.save_pretrained(folder)
         ours = tandem_step(Path(folder), dtype, batch, False, device)
-        plain = transformers_step(Path(folder), DTYPES[dtype], batch, device)
-        ours(), plain()
-        took = [(clock(ours, device), clock(plain, device)) for _ in range(turns)]
-    fast, slow = (min(column) for column in zip(*took, strict=True))
-    return {"tandem_tokens_per_s": tokens / fast, "hf_tokens_per_s": tokens / slow, "ratio": slow / fast}
+        steps = {"tandem": ours} | {
+            name: transformers_step(Path(folder), DTYPES[dtype], batch, device, **options)
+            for name, options in plain.items()
+        }
+        for step in steps.values():
+            step()
+        took = [{name: clock(step, device) for name, step in steps.items()} for _ in range(turns)]
+    best = {name: min(turn[name] for turn in took) for name in steps}
+    rates = {f"{name}_tokens_per_s": tokens / seconds for name, seconds in best.items()}
+    return {**rates, "ratio": min(best[name] for name in plain) / best["tandem"]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def compare(
+    about: str,
+    build: Callable[[str, torch.dtype], PreTrainedModel],
+    facts: dict[str, Any],
+    results: Path,
+    plain: Mapping[str, dict[str, Any]],
+) -> None:
+    """Run the program of the command line.
+
+    Args:
+        about: the description of the program.
+        build: a function that makes the model from the name of a size and a dtype.
+        facts: facts about the model, for the file of results.
+        results: the default of this file.
+        plain: see `update`.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="30M")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--samples", type=int, default=32, help="sequences of an update")
@@ -67,13 +93,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--engines", nargs="+", choices=("vllm", "hf"), default=["vllm", "hf"])
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=results)
     options = arguments(parser, size="3.2M", samples=4, prompts=4, turns=1)
     set_threads(options.threads)
     device = choose_device("cpu")
     module = build(options.size, DTYPES[options.dtype])
-    found: dict[str, Any] = {"machine": machine(device), "window": WINDOW, "dtype": options.dtype}
-    found["update"] = update(module, options.dtype, options.samples, options.turns)
+    found: dict[str, Any] = {"machine": machine(device), **facts, "dtype": options.dtype}
+    found["update"] = update(module, options.dtype, options.samples, options.turns, plain)
     print(json.dumps(found["update"]), flush=True)
     engines = ["tandem", *options.engines]
     if "vllm" in engines and not peer("vllm", tiny=options.tiny):
@@ -89,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, build, {"window": WINDOW}, RESULTS, {"hf": {}})

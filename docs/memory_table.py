@@ -21,13 +21,15 @@ from tandem.config.load import load_train_config
 from tandem.config.root import TrainConfig
 from tandem.memory.activations import Setup
 from tandem.memory.fit import Found, search
+from tandem.memory.gathered import Gathered
 from tandem.memory.plan import GIB, Plan, plan
 from tandem.memory.shapes import shape_of
 from tandem.memory.timing import Clock
-from tandem.memory.training import Gathered, Way, update_moments, worst
+from tandem.memory.training import Way, update_moments, worst
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples" / "memory").glob("*.yaml"))
+LARGE = ROOT / "examples" / "memory" / "671b_64x141.yaml"
 _NAME = re.compile(r"[^_]+_(\d+)x(\d+)(_fast)?")
 _PHASES = ("reshard", "rollout", "old log-probs", "actor update")
 
@@ -53,6 +55,23 @@ def examples() -> Iterator[str]:
         name = f"[{file.stem}](../examples/memory/{file.name})"
         host = sum(made.host.values()) / GIB
         yield f"| {name} | {count} × {size} | {cells} | {made.margin / GIB:.1f} | {host:.0f} |"
+
+
+def large() -> Iterator[str]:
+    """Yield a table row for each number of devices: the GiB of a model with 671B parameters on a device."""
+    yield "| devices | " + " | ".join(_PHASES) + " | free at worst | host memory |"
+    yield "|---|" + "---|" * (len(_PHASES) + 2)
+    for count in (64, 128, 256, 512):
+        made = planned_on(LARGE, count)
+        phases = {phase.name: phase.total / GIB for phase in made.phases}
+        cells = " | ".join(f"{phases[name]:.1f}" for name in _PHASES)
+        yield f"| {count} | {cells} | {made.margin / GIB:.1f} | {sum(made.host.values()) / GIB:.0f} |"
+
+
+def planned_on(file: Path, devices: int) -> Plan:
+    """Return the plan of a config on more or fewer nodes of 8 devices of 141 GB."""
+    config = load_train_config(str(file), [f"trainer.nnodes={devices // 8}"], elsewhere=True).config
+    return plan(config, shape_of, 141 * GIB)
 
 
 def savings() -> Iterator[str]:
@@ -191,4 +210,4 @@ def fitted() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*examples(), "", *fitted(), "", *savings(), "", *beside_theirs()]))
+    print("\n".join([*examples(), "", *large(), "", *fitted(), "", *savings(), "", *beside_theirs()]))

@@ -65,8 +65,8 @@ NAV: tuple[Part, ...] = (
             (
                 "Size and speed",
                 (
-                    *("large-models.md", "memory.md", "before-a-run.md", "performance.md", "bench.md"),
-                    "scoreboard.md",
+                    *("large-models.md", "mixtures.md", "memory.md", "before-a-run.md", "performance.md"),
+                    *("bench.md", "scoreboard.md"),
                 ),
             ),
             ("Many machines", ("multi-node.md", "deployment.md", "examples/cluster.md")),

@@ -11,13 +11,10 @@ COMMANDS: dict[str, list[str]] = json.loads((HERE.parent / "tests/config/verl_co
 """The arguments of verl's trainer in each example script, of verl's main branch and 0.6.1."""
 _ROLLOUT = "actor_rollout_ref.rollout"
 _TOOLS, _TALK = (f"{_ROLLOUT}.multi_turn.{name}_config_path" for name in ("tool", "interaction"))
-_ROUTER = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff"
 
 REFUSED = {
     "run_qwen3_5_4b_fsdp.sh": {"distillation.enabled"},
     "run_qwen3_8b_mopd_fsdp.sh": {"distillation.enabled"},
-    "run_qwen3_5_35b_megatron.sh": {_ROUTER},
-    "run_qwen3_vl_30b_a3b_megatron.sh": {_ROUTER},
     "run_qwen2.5-3b_geo3k_multiturn_4xgpu.sh": {_TOOLS},
     "run_qwen2.5-0.5b_gsm8k_multiturn_w_interaction.sh": {_TALK},
     "run_qwen2.5-3b_gsm8k_multiturn_4xgpu.sh": {_TOOLS, _TALK},

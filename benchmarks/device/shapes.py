@@ -11,8 +11,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tandem.demo.model import build_tokenizer
 from tandem.memory.activations import FASTEST_FIRST, Setup
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import model_shape
-from tandem.memory.training import Gathered, Way, update_moments, worst
+from tandem.memory.training import Way, update_moments, worst
 
 _QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
 SIZES: dict[str, dict[str, Any]] = {

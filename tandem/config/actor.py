@@ -11,6 +11,7 @@ from tandem.config.batching import BY_SAMPLES, BY_TOKENS, Batching, LogProbSecti
 from tandem.config.cluster import ByName
 from tandem.config.dynamic_sampling import AdaptiveEntropyConfig
 from tandem.config.fsdp import FORWARD_ALONE, OPTIMIZER_HAS_STATE_HERE, FSDPConfig, RefFSDPConfig
+from tandem.config.mixture import RouterReplayConfig
 from tandem.config.needs import Check, divides_batch, holds_longest, names, not_a_model, own_code
 from tandem.config.optim import OptimConfig
 from tandem.config.section import LocalPath, OneOf, Section, When, beside, key, section
@@ -154,6 +155,7 @@ class ActorConfig(Section):
         kl_loss_type: Estimator of that KL divergence: a name (k1 to k3 are from Schulman 2020), a name with +
             for the gradient of k2 (such as k3+), full for the exact KL over the vocabulary, or your own
             function as file.py:function.
+        router_replay: Replay of the choice of experts, for mixtures of experts.
         ulysses_sequence_parallel_size: Number of devices that share the computation of one sequence (Ulysses
             sequence parallelism).
     """
@@ -190,6 +192,7 @@ class ActorConfig(Section):
     kl_loss_coef: float = key(0.001, when=_KL, ge=0)
     kl_loss_type: KLKind = key("low_var_kl", when=_KL, needs=own_code)
     ulysses_sequence_parallel_size: int = key(1, ge=1, resumed="reported")
+    router_replay: RouterReplayConfig = RouterReplayConfig()
     optim: OptimConfig = OptimConfig()
     fsdp_config: FSDPConfig = section(FSDPConfig(), below={"optimizer_offload": OPTIMIZER_HAS_STATE_HERE})
 

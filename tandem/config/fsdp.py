@@ -63,6 +63,9 @@ class FSDPConfig(Section):
             the model.
         tensor_parallel_size: Number of devices that split each layer of the model (tensor parallelism). FSDP
             shards each device's slices of the layers further.
+        expert_parallel_size: Number of devices that divide the experts of each mixture (expert parallelism).
+            Each of them has some whole experts, and gets the tokens of all of them for its experts. Divides
+            the number of devices that share one copy of the weights.
         pipeline_parallel_size: Number of pipeline stages. Each stage is a group of devices that has some
             consecutive layers. A micro-batch passes through all stages.
         pipeline_schedule: Order in which the micro-batches pass through the stages. 1f1b: a stage runs a
@@ -90,6 +93,7 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     fsdp_size: int = -1
     tensor_parallel_size: int = key(1, ge=1)
+    expert_parallel_size: int = key(1, ge=1)
     pipeline_parallel_size: int = key(1, ge=1)
     pipeline_schedule: Annotated[str, OneOf(("1f1b", "gpipe"))] = key(
         "1f1b",
@@ -110,12 +114,12 @@ class FSDPConfig(Section):
 
     @property
     def undivided(self) -> FSDPConfig:
-        """The same settings without tensor and pipeline parallelism, for sampling from a model's module.
+        """The same settings without dividing layers or experts, for sampling from a model's module.
 
         Every rank then has all layers completely, and uses them only for sampling.
         """
-        whole = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_torch_compile": False}
-        return self.model_copy(update=whole)
+        whole = dict.fromkeys((f"{part}_parallel_size" for part in ("tensor", "expert", "pipeline")), 1)
+        return self.model_copy(update={**whole, "use_torch_compile": False})
 
 
 class RefFSDPConfig(FSDPConfig):

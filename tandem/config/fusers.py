@@ -82,13 +82,19 @@ _LIGER_OR_COMPILER = Exclusion(
     "torch.compile and Liger's kernels both fuse the same operations",
     "set one of the two to false",
 )
-_NOT_SPLIT = Exclusion(
-    "tensor_parallel_size",
-    lambda size: size > 1,
-    "layers that are split over devices exchange sums between devices, which torch.compile cannot compile",
-    "set {fuser}={plain}, or {key}=1",
-    field="{fuser}",
-    got="{asked} with {key}={value}",
+_NOT_SPLIT = tuple(
+    Exclusion(
+        key,
+        lambda size: size > 1,
+        f"{what} between devices, which torch.compile cannot compile",
+        "set {fuser}={plain}, or {key}=1",
+        field="{fuser}",
+        got="{asked} with {key}={value}",
+    )
+    for key, what in (
+        ("tensor_parallel_size", "layers that are split over devices exchange sums"),
+        ("expert_parallel_size", "experts that are divided over devices exchange tokens"),
+    )
 )
 
 LAYERS = {
@@ -99,7 +105,7 @@ LAYERS = {
         (_LIGER_OR_COMPILER, *_OF_LIGER),
     ),
     "triton": Fuser("norms and gates by fused Triton kernels", ("triton",)),
-    "compiled": Fuser("layers by torch.compile", exclusions=(_NOT_SPLIT,)),
+    "compiled": Fuser("layers by torch.compile", exclusions=_NOT_SPLIT),
     "transformers": Fuser("layers by transformers"),
 }
 """The fusers of norms, gated layers and rotary embeddings."""

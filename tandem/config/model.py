@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any
 
 from tandem.config.changed_models import ROPE
+from tandem.config.mixture import MixtureConfig
 from tandem.config.needs import Check, ModelFolder
 from tandem.config.section import (
     Finding,
@@ -55,6 +56,9 @@ STAGED = tuple(kind for kind in SPLIT_LAYERS if kind not in _ONE_STAGE)
 
 In their decoder, only packed attention layers come between the embedding and the norm.
 """
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names of the number of experts of a mixture in the configs of all architectures."""
 
 SHARED_OUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """The sizes of a model that must divide evenly by the number of devices that split its layers."""
@@ -111,6 +115,11 @@ _ALL_OR_NAMES = Check(
     f"{_ALL} cannot be combined with names of layers",
     expected=f"either {_ALL} or names",
     remedy=f"remove {_ALL} or the names",
+)
+_NO_TARGET = Check(
+    lambda own, modules: not modules and not own.target_parameters,
+    "the list is empty, so nothing would be trained",
+    expected=f"{_ALL} or names of layers; only if {{target_parameters}} has names, the list may be empty",
 )
 _ADAPTERS = Check(
     lambda own, folder: (
@@ -232,6 +241,7 @@ class BackboneConfig(Section):
         enable_activation_offload: Keep activations in host memory between the forward and the backward pass.
         activation_offload_mode: How activations are copied to and from host memory. async: while the next
             layer is computed. sync: the computation waits for the copies.
+        mixture: How the routers of a mixture of experts are trained.
         use_remove_padding: Pack sequences end to end. false: pad each micro-batch to its longest sequence.
         attn_implementation: Attention kernels for half precision on CUDA devices. torch: PyTorch's kernels.
             auto: flash_attention_3 or flash_attention_4 if it is installed for the GPU, otherwise torch.
@@ -245,6 +255,8 @@ class BackboneConfig(Section):
             their names.
         exclude_modules: Endings of the names of layers that get no adapters although target_modules includes
             them.
+        target_parameters: Endings of the names of experts' weights that get an adapter for each expert, for
+            example [experts.gate_up_proj, experts.down_proj]. all-linear does not include experts.
         lora_adapter_path: Folder of adapters in peft's format to start from. null: new adapters, which do not
             change the model at first. The reference policy never uses adapters.
     """
@@ -278,6 +290,7 @@ class BackboneConfig(Section):
     activation_offload_mode: Annotated[str, OneOf(("async", "sync"))] = key(
         "async", when=beside("enable_activation_offload", True), resumed="reported"
     )
+    mixture: MixtureConfig = MixtureConfig()
     use_remove_padding: bool = key(True, resumed="reported")
     attn_implementation: Annotated[str, OneOf(ATTENTION, {"sdpa": "torch"})] = key(
         "auto", needs=_ATTENTION_HERE, resumed="reported"
@@ -286,8 +299,9 @@ class BackboneConfig(Section):
 
     lora_rank: int = key(0, ge=0)
     lora_alpha: int = key(16, when=_ADAPTED, ge=1)
-    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=_ALL_OR_NAMES, min_length=1)
+    target_modules: Names = key(("all-linear",), when=_ADAPTED, needs=(_ALL_OR_NAMES, _NO_TARGET))
     exclude_modules: Names = key((), when=_ADAPTED)
+    target_parameters: Names = key((), when=_ADAPTED)
     lora_adapter_path: LocalPath | None = key(None, when=_ADAPTED, needs=_ADAPTERS)
 
     @property
@@ -316,7 +330,9 @@ LEARNING = (
     "lora_alpha",
     "target_modules",
     "exclude_modules",
+    "target_parameters",
     "lora_adapter_path",
+    "mixture",
 )
 """Keys that only matter for a model that is trained."""
 

@@ -56,6 +56,7 @@ _ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attn_impl attn", ("model.attn_implementation",)),
     ("lora_r", ("model.lora_rank",)),
     ("lora_target_modules", ("model.target_modules",)),
+    ("lora_target_parameters", ("model.target_parameters",)),
     ("data_seed", ("data.seed",)),
     ("train_dataset dataset_name prompt_data dataset", ("data.train_files",)),
     ("eval_dataset", ("data.val_files",)),

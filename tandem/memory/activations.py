@@ -8,7 +8,7 @@ compute dtype.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Recomputed = Literal["none", "ops", "full"]
@@ -27,16 +27,42 @@ class Experts:
         number: number of experts.
         routed: number of experts that compute a token.
         width: I of one expert.
+        gated: whether the output of the shared experts is multiplied by a number per token, as in Qwen2 MoE.
     """
 
     number: int = 0
     routed: int = 0
     width: int = 0
+    gated: bool = False
+
+    @property
+    def chosen(self) -> bool:
+        """Whether each token is computed by some of the experts only."""
+        return self.routed < self.number
+
+
+class Latent(NamedTuple):
+    """The sizes of low-rank queries, keys and values, as in DeepSeek's attention; 0: they have full rank.
+
+    Attributes:
+        queries: number of features from which all heads' queries are computed.
+        keys: number of features from which all heads' keys and values are computed.
+        angles: number of features of the rotated key, which all heads share.
+    """
+
+    queries: int = 0
+    keys: int = 0
+    angles: int = 0
+
+
+FULL_RANK = Latent()
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """The shape of a decoder with equal layers, as transformers computes them.
+    """The shape of a decoder, as transformers computes it.
+
+    All layers are equal, except that some of a model with experts may have an ordinary MLP instead.
 
     Attributes:
         layers: number of layers; with pipeline parallelism, the layers of one stage.
@@ -53,6 +79,11 @@ class Decoder:
             and gate and up are one too.
         gates: number of tensors as wide as I that the gated MLP keeps.
         experts: the routed experts.
+        plain: number of layers with an ordinary MLP instead of experts.
+        plain_width: I of that MLP.
+        latent: the low-rank queries, keys and values.
+        value_width: number of features of a head's values; 0: d.
+        parted: whether only a part of each head is rotated, so that queries are kept twice.
         whole: whether ranks that split the layers each compute all heads, after a gather.
         scored: whether attention writes its scores, because it has sinks or a soft cap.
         capped: whether the logits have a soft cap.
@@ -70,6 +101,11 @@ class Decoder:
     joined: bool = False
     gates: int = 4
     experts: Experts = Experts()
+    plain: int = 0
+    plain_width: int = 0
+    latent: Latent = FULL_RANK
+    value_width: int = 0
+    parted: bool = False
     whole: bool = False
     scored: bool = False
     capped: bool = False
@@ -78,6 +114,24 @@ class Decoder:
     def dense(self) -> int:
         """The part of I that is not in routed experts."""
         return self.intermediate - self.experts.routed * self.experts.width
+
+    @property
+    def value_features(self) -> int:
+        """Number of features of a head's values."""
+        return self.value_width or self.head_width
+
+    @property
+    def widths(self) -> int:
+        """Number of features of a head's key and value together."""
+        return self.head_width + self.value_features
+
+    @property
+    def kinds(self) -> list[tuple[float, Decoder]]:
+        """A decoder for each kind of layers, with their fraction of the layers."""
+        share = self.plain / self.layers
+        other = replace(self, intermediate=self.plain_width, experts=Experts(), plain=0)
+        both = [(1 - share, replace(self, plain=0)), (share, other)]
+        return [(fraction, kind) for fraction, kind in both if fraction]
 
     def inner(self, tensor: int) -> float:
         """Return I on one of `tensor` ranks. Routed experts, and a joined gate and up, are whole on each."""
@@ -115,6 +169,7 @@ class Setup:
     Attributes:
         itemsize: c.
         tensor: number of ranks that split each layer.
+        experts: number of ranks that divide the experts. Each has its share of the pairs of token and expert.
         sequence: number of ranks that share the tokens. All token counts of an estimate are per rank.
         lora_rank: rank of the adapters on all linear layers, with frozen weights; 0: the weights are
             trained.
@@ -126,6 +181,7 @@ class Setup:
 
     itemsize: int
     tensor: int = 1
+    experts: int = 1
     sequence: int = 1
     lora_rank: int = 0
     fused: bool = False
@@ -150,6 +206,9 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     - The gated MLP: gate, activated gate, up and their product, 4c I. A fused MLP recomputes the activated
       gate. With experts, I is the total width of the experts that compute a token, and each of them keeps its
       input and its output, 2c D.
+    - The router: see `_router_bytes`.
+    - Low-rank queries and keys: a norm of each, and the normalized features. The values are kept together
+      with the part of the keys that is not rotated.
     - An adapter of rank r: its hidden features, c r, for each of seven linear layers.
 
     Tensor parallelism splits H, K and I, but not D and not routed experts. Compiled layers keep less, because
@@ -167,7 +226,7 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     heads, key_heads = decoder.heads / split, decoder.key_heads / split
     gated, dense = decoder.inner(setup.tensor), decoder.dense / setup.tensor
     query, keys = heads * decoder.head_width, key_heads * decoder.head_width
-    attended = c * query + 4 * heads
+    attended = c * heads * decoder.value_features + 4 * heads
     few = _ADAPTED * c * setup.lora_rank
     outputs = c * ((2 if dense else 1) * features + query + 2 * keys + 2 * dense)
     by_kernel = 0 if decoder.scored else attended
@@ -175,12 +234,31 @@ def layer_bytes(decoder: Decoder, setup: Setup) -> LayerBytes:
     norms = decoder.norms * norm_bytes(decoder, setup, features) + min(2, decoder.norms) * c * features
     if decoder.head_norms:
         norms += norm_bytes(decoder, setup, query + keys) + 4 * (heads + key_heads)
-    wide = _exchanged(key_heads, heads, setup.sequence) * decoder.head_width
-    attention = attended + c * (query + 2 * wide) + (setup.sequence > 1) * c * query
+    wide = _exchanged(key_heads, heads, setup.sequence) * decoder.widths
+    attention = attended + c * (query + wide) + (setup.sequence > 1) * c * query
+    attention += sum(norm_bytes(decoder, setup, size) + c * size for size in decoder.latent[:2] if size)
+    attention += decoder.parted * c * query
+    attention += decoder.latent.keys and c * heads * (decoder.head_width - decoder.latent.angles)
     attention += decoder.joined * c * (query + keys)
     mlp = (decoder.gates - setup.fused) * c * gated + 2 * decoder.experts.routed * c * features
+    mlp += _router_bytes(decoder, setup)
     both = c * (2 * dense + keys) + by_kernel
     return LayerBytes(c * features, norms + attention + mlp + few, products, both)
+
+
+def _router_bytes(decoder: Decoder, setup: Setup) -> float:
+    """Return the bytes per token that a mixture keeps beside its experts.
+
+    The router keeps E scores and its input in fp32. The experts keep the sorted places of each chosen pair.
+    Without shared experts, nothing keeps the input in the compute dtype. Gated shared experts keep their
+    output.
+    """
+    c, features, experts = setup.itemsize, decoder.hidden, decoder.experts
+    if not experts.number:
+        return 0.0
+    copied = 4 * features if c < 4 and not setup.lora_rank else 0
+    unused = c * features if c < 4 and not decoder.dense else 0
+    return 4 * experts.number + 24 * experts.routed + copied - unused + experts.gated * c * features
 
 
 def norm_bytes(decoder: Decoder, setup: Setup, features: float) -> float:

@@ -107,10 +107,13 @@ def _role_seconds(
     fsdp, layers, devices = section.fsdp_config, shape.decoder.layers, config.trainer.devices_of(role)
     tensor, stages = fsdp.tensor_parallel_size, fsdp.pipeline_parallel_size
     parts = devices // (tensor * stages)
-    own = (shape.matrices + shape.embedding) / (tensor * stages)
     shards = parts if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    apart = fsdp.expert_parallel_size
+    experts = shape.experts / apart / stages * (apart > 1)
+    own = (shape.streamed(apart) / stages - experts) / tensor + experts
     gathered = 2 * own * forward.calls * stages / layers
-    moved = 2 * 4 * own / shards * (bool(fsdp.param_offload) * (3 if update else 1))
+    held = (own + (apart - 1) * experts) / shards
+    moved = 2 * 4 * held * (bool(fsdp.param_offload) * (3 if update else 1))
     reduced, waiting, tokens = 0.0, 0.0, forward.tokens
     if update is not None:
         batch, mini = config.data.train_batch_size, section.ppo_mini_batch_size
@@ -119,12 +122,14 @@ def _role_seconds(
         gathered += 2 * own * 2 * passes / 3
         each = reduces_each(fsdp.gradient_sync, (2 + 4) * own, shards, kind.size * 2**30)
         reduced = 4 * own * (passes / 3 if each else updates)
-        moved += 2 * 8 * own / shards * bool(fsdp.optimizer_offload)
+        moved += 2 * 8 * held * bool(fsdp.optimizer_offload)
         moved += 4 * update.tokens * tensor * shape.decoder.hidden * layers * model.enable_activation_offload
         turns = max(1.0, passes / updates / 3)
         waiting = update.floor(kind.rates) * (stages - 1) / turns
         tokens += 3 * update.tokens
-    seconds = (gathered + reduced) * (shards - 1) / shards / _link(kind, shards * tensor)
+    alike = shards // apart  # the ranks with the same experts
+    sent = (own - experts) * (shards - 1) / shards + experts * (alike - 1) / alike
+    seconds = (gathered + reduced) * sent / own / _link(kind, shards * tensor)
     copies = parts // shards
     seconds += 2 * reduced / shards * (copies - 1) / copies / _link(kind, devices)
     within = _within(section, shape, tokens * (tensor * layers), kind)
@@ -135,7 +140,8 @@ def _within(section: Any, shape: ModelShape, tokens: float, kind: DeviceClass) -
     """Return the seconds of communication inside split layers.
 
     Tensor parallelism needs two all-reduces of hidden states per pass. Sequence parallelism exchanges
-    queries, keys, values and outputs.
+    queries, keys, values and outputs. Expert parallelism sends the hidden state of each pair of token and
+    expert to the expert and back.
 
     Args:
         section: the config section of the model.
@@ -146,9 +152,13 @@ def _within(section: Any, shape: ModelShape, tokens: float, kind: DeviceClass) -
     tensor, sequence = section.fsdp_config.tensor_parallel_size, section.ulysses_sequence_parallel_size
     d = shape.decoder
     summed = 2 * 2 * 2 * d.hidden * tokens * (tensor - 1) / tensor
-    width = 2 * (d.heads + d.key_heads) * d.head_width / tensor
+    width = (d.heads + d.key_heads) * d.widths / tensor
     exchanged = 2 * width * tokens * (sequence - 1) / sequence
-    return float(summed / _link(kind, tensor) + exchanged / _link(kind, sequence * tensor))
+    apart = section.fsdp_config.expert_parallel_size
+    pairs = d.experts.routed * (1 - d.plain / d.layers) * tokens / tensor
+    sent = 2 * 2 * d.hidden * pairs * (apart - 1) / apart
+    found = summed / _link(kind, tensor) + exchanged / _link(kind, sequence * tensor)
+    return float(found + sent / _link(kind, apart * tensor))
 
 
 def _link(kind: DeviceClass, devices: int) -> float:

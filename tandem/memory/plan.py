@@ -151,7 +151,9 @@ class _Planner:
         rollout, shape = self.rollout, self.sampler.shape
         windows = [window if window < self.longest else 0 for window in shape.windows]
         groups, size = layer_groups(windows), rollout.block_size
-        block = size * shape.kv_bytes(self.sampler.compute, rollout.split) * groups.size / len(windows)
+        latent = rollout.name in ("vllm", "sglang")
+        token = shape.kv_bytes(self.sampler.compute, rollout.split, latent=latent)
+        block = size * token * groups.size / len(windows)
         prompt = min(self.config.data.max_prompt_length, rollout.max_num_batched_tokens)
         step = prompt if rollout.enable_chunked_prefill else self.longest
         return block, len(groups.windows), groups.blocks(self.longest, step, size)
@@ -275,8 +277,9 @@ class _Planner:
             yield self._phase("rollout", held, None, engine=engine)
             return
         weights, cache, reserve = self._native()
-        streamed = held.model.lora_rank > 0 or held.split > 1  # tensor by tensor, not all at once
-        whole = held.compute * (held.shape.embedding if streamed else held.gathered.whole)
+        divided = held.split > 1 or held.fsdp.expert_parallel_size > 1
+        streamed = held.model.lora_rank > 0 or divided  # tensor by tensor, not all at once
+        whole = held.compute * (held.shape.largest if streamed else held.gathered.whole)
         if self.cuda and rollout.name == "native":
             yield self._phase("reshard", held, None, gathered=whole, engine=weights)
             reserve = max(0.0, reserve - self._beside(self.pools[held.name])["context"])
@@ -354,7 +357,7 @@ class _Planner:
             if held.optim is not None:
                 own = held.gathered
                 state = (held.state + held.host_state) * held.shards
-                parts[name] = (held.master * own.trained + state) * held.split
+                parts[name] = (held.master * own.learned + state) * held.split
         return {"checkpoint": sum(parts.values())}
 
 

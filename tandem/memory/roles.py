@@ -10,11 +10,11 @@ from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import PLAIN_DECODERS, BackboneConfig
 from tandem.config.optim import OptimConfig
 from tandem.memory.activations import FASTEST_FIRST, Recomputed, Setup, fastest_that_fits
+from tandem.memory.gathered import Gathered
 from tandem.memory.shapes import ModelShape
 from tandem.memory.training import (
     CPU_TILE,
     TILE,
-    Gathered,
     Moment,
     Way,
     forward_moments,
@@ -100,9 +100,11 @@ class Held:
         return Gathered.of(
             self.shape,
             tensor=self.fsdp.tensor_parallel_size,
+            experts=self.fsdp.expert_parallel_size,
             stages=self.fsdp.pipeline_parallel_size,
             head=self.head,
             lora_rank=self.model.lora_rank if self.optim else 0,
+            expert_rank=self.model.lora_rank if self.optim and self.model.target_parameters else 0,
             trained=self.optim is not None,
             shards=self.shards,
         )
@@ -114,8 +116,8 @@ class Held:
         Trained weights have the master dtype. The frozen base weights of adapters have the compute dtype.
         """
         own = self.gathered
-        frozen = own.whole - own.trained if self.optim and self.model.lora_rank else 0.0
-        return (self.master * (own.whole - frozen) + self.compute * frozen) / self.shards
+        frozen = own.stored - own.learned if self.optim and self.model.lora_rank else 0.0
+        return (self.master * (own.stored - frozen) + self.compute * frozen) / self.shards
 
     @property
     def state(self) -> float:
@@ -125,15 +127,15 @@ class Held:
         own = self.gathered
         on_host = self.optim.optimizer == "adamw_cpu"
         each = _STATE_BYTES["adamw" if on_host and not self.cuda else self.optim.optimizer] * self.master / 4
-        saved = own.layers * own.trained_layer * self.master if self.optim.optimizer == "muon" else 0.0
-        return (each * own.trained - saved) / self.shards
+        saved = own.layers * own.learned_layer * self.master if self.optim.optimizer == "muon" else 0.0
+        return (each * own.learned - saved) / self.shards
 
     @property
     def host_state(self) -> float:
         """Bytes of the optimizer state that is always on the host."""
         if self.optim is None or self.optim.optimizer != "adamw_cpu" or not self.cuda:
             return 0.0
-        return 2 * self.master * self.gathered.trained / self.shards
+        return 2 * self.master * self.gathered.learned / self.shards
 
     @property
     def idle(self) -> dict[str, float]:
@@ -172,6 +174,7 @@ class Held:
         setup = Setup(
             itemsize=self.compute,
             tensor=self.fsdp.tensor_parallel_size,
+            experts=self.fsdp.expert_parallel_size,
             sequence=self.sequence,
             lora_rank=self.model.lora_rank if self.optim else 0,
             fused=fused,

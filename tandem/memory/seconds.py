@@ -34,7 +34,7 @@ from tandem.config.model import BackboneConfig
 from tandem.config.rollout import EngineConfig
 from tandem.config.root import TrainConfig
 from tandem.config.tables import READS_SQUARES
-from tandem.memory.activations import Setup, layer_bytes
+from tandem.memory.activations import Recomputed, Setup, layer_bytes
 from tandem.memory.shapes import ModelShape
 
 Factors = Mapping[str, Sequence[float]]
@@ -134,7 +134,7 @@ def step_work(
     old = updates > 1 or algorithm.use_kl_in_reward or algorithm.adv_estimator in READS_SQUARES
     work = {
         "generate_sequences": whole.written(rollout, writes),
-        "weights": Work(bytes=(4 + 3 * item) * (shape.matrices + shape.embedding)),
+        "weights": Work(bytes=(4 + 3 * item) * shape.streamed()),
         "reward": Work(tokens=whole.tokens, samples=whole.samples),
         "adv": Work(tokens=whole.tokens, samples=whole.samples),
         "update_actor": _update(whole, actor, policy.model, trains),
@@ -171,12 +171,12 @@ class _Batch:
         shape, d = self.shape, self.shape.decoder
         split = fsdp.tensor_parallel_size * fsdp.pipeline_parallel_size
         micro = self.micro_batches(batching, devices // split)
-        attended = 2 * d.layers * d.heads * d.head_width * float((self.lengths**2).sum())
+        attended = d.layers * d.heads * d.widths * float((self.lengths**2).sum())
         operations = (
             2 * shape.matrices * self.tokens + 2 * shape.embedding * int(self.responses.sum()) + attended
         )
         streamed = 2 * self.item * d.hidden * d.layers * self.tokens
-        moved = micro * self.item * (shape.matrices + shape.embedding) / split + streamed / devices
+        moved = micro * self.item * shape.streamed(fsdp.expert_parallel_size) / split + streamed / devices
         calls = micro * d.layers / fsdp.pipeline_parallel_size
         return Work(operations / devices, moved, calls, self.tokens / devices, self.samples / devices)
 
@@ -206,12 +206,12 @@ class _Batch:
         steps += -(-int(prompt * split) // rollout.max_num_batched_tokens)
         tokens = int(self.responses.sum()) / devices
         context = float((self.before * self.responses + self.responses**2 / 2).sum()) / devices
-        width = d.layers * d.head_width
-        prefill = 2 * width * d.heads * float((self.prompts**2).sum()) / devices
+        width = d.layers * d.widths
+        prefill = width * d.heads * float((self.prompts**2).sum()) / devices
         operations = 2 * shape.matrices * (tokens + prompt) + 2 * shape.embedding * tokens
-        operations = operations + 4 * width * d.heads * context + prefill
-        moved = steps * self.item * (shape.matrices + shape.embedding) / split
-        moved += 2 * self.item * width * d.key_heads * context
+        operations = operations + 2 * width * d.heads * context + prefill
+        moved = steps * self.item * shape.streamed() / split
+        moved += self.item * width * d.key_heads * context
         return Work(operations, moved, steps * d.layers, tokens, self.samples / devices)
 
 
@@ -231,13 +231,15 @@ def _update(batch: _Batch, section: ActorConfig | CriticConfig, model: BackboneC
     micro = batch.micro_batches(section.train_batching, devices // split, minis)
     once = batch.forward(section.train_batching, fsdp, devices)
     head = 2 * shape.embedding * float(batch.responses.sum()) / devices
-    each = layer_bytes(d, Setup(batch.item)).kept("full" if again else "none")
+    mode: Recomputed = "full" if again else "none"
+    each = sum(share * layer_bytes(kind, Setup(batch.item)).kept(mode) for share, kind in d.kinds)
     kept = each * d.layers * batch.tokens / devices
     query, keys = d.heads * d.head_width, d.key_heads * d.head_width
-    adapters = d.layers * model.lora_rank * (7 * d.hidden + 2 * (query + keys) + 3 * d.intermediate)
-    learning = adapters or shape.matrices + shape.embedding
+    adapters = d.layers * model.lora_rank * (7 * d.hidden + 2 * (query + keys) + 3 * d.dense)
+    learning = adapters or shape.streamed()
     operations = epochs * (passes * (once.operations - head) + 4 * head)
-    moved = epochs * (passes * micro * batch.item * (shape.matrices + shape.embedding) / split + 2 * kept)
+    read = batch.item * shape.streamed(fsdp.expert_parallel_size) / split
+    moved = epochs * (passes * micro * read + 2 * kept)
     moved += epochs * minis * _ADAM_BYTES * learning / devices
     calls = epochs * micro * d.layers * passes / fsdp.pipeline_parallel_size
     return Work(operations, moved, calls, epochs * once.tokens, epochs * once.samples)

@@ -133,7 +133,7 @@ class Clock:
         trainer, transfer = config.trainer, found["weights"]
         if self.kind is not None and trainer.placed("actor") != trainer.placed("rollout"):
             link = self.kind.near if trainer.world_size <= PER_NODE else self.kind.far
-            transfer += self.item * (shape.matrices + shape.embedding) / link
+            transfer += self.item * shape.streamed() / link
         generation = found["generate_sequences"] + found["reward"] + found["links"] - training
         return Stages(generation, found["step"] - generation - found["weights"], transfer)
 

@@ -4,9 +4,9 @@ The shards of weights and optimizer state are not included. The bytes are comput
 pass, one of which has the peak. All sizes are per rank: with tensor parallelism a layer is this rank's shard;
 in a pipeline only the layers of the stage count; if ranks share the tokens, only the rank's tokens count.
 
-Symbols: w and r, parameters of a layer and of the root unit (embedding, last norm, head) after gathering; c
-and m, bytes of an element in the compute and the master dtype; N tokens, D hidden features, I features of the
-gated MLP.
+Symbols: w, u, x and r, parameters of a layer, of its unit without divided experts, of the unit of the divided
+experts, and of the root unit (embedding, last norm, head) after gathering; c and m, bytes of an element in
+the compute and the master dtype; N tokens, D hidden features, I features of the gated MLP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.memory.activations import Decoder, Recomputed, Setup, layer_bytes, norm_bytes
-from tandem.memory.shapes import ModelShape
+from tandem.memory.experts import experts_backward_bytes, experts_forward_bytes, experts_kept_bytes
+from tandem.memory.gathered import Gathered
 
 TILE = 256 << 20
 """Bytes of a tile of logits on a GPU."""
@@ -24,85 +25,6 @@ CPU_TILE = 4 << 20
 _AT_ONCE = 1 / 8
 _ENTRIES = 256  # the minimum number of vocabulary entries in a tile
 _SPAN = 2048  # Triton's head keeps three numbers per token and this many entries
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The parameter counts of a model on one rank after FSDP has gathered all shards.
-
-    Attributes:
-        layers: number of layers.
-        layer: w, parameters of each layer.
-        root: r, parameters of the root unit, which has all other modules.
-        head: parameters of the output embedding, included in r; 0 if there is none.
-        trained_layer: trained parameters of each layer.
-        trained_root: trained parameters of the root unit.
-        padding: the part of `trained_layer` that is padding. Gradients that are not sharded have none.
-    """
-
-    layers: int
-    layer: float
-    root: float
-    head: float
-    trained_layer: float
-    trained_root: float
-    padding: float = 0.0
-
-    @classmethod
-    def of(
-        cls,
-        shape: ModelShape,
-        *,
-        tensor: int = 1,
-        stages: int = 1,
-        head: bool = True,
-        lora_rank: int = 0,
-        trained: bool = True,
-        shards: int = 1,
-    ) -> Gathered:
-        """Compute the parameter counts on one rank from the shape of a model.
-
-        Tensor parallelism splits matrices, but not norms. In a pipeline, the root unit is that of the last
-        stage, which has the head, and `layers` is the maximum over the stages.
-
-        Args:
-            shape: the shape of the model.
-            tensor: number of ranks that split each layer. The dimension of an adapter with the layer's hidden
-                features is not split.
-            stages: number of pipeline stages.
-            head: whether the model has a language model head instead of a value head.
-            lora_rank: rank of the adapters on all linear layers; only these are trained. 0: all weights are
-                trained.
-            trained: whether the model is trained.
-            shards: number of ranks over which each parameter is sharded. FSDP pads experts to as many.
-        """
-        own = shape.decoder
-        embedding = shape.embedding / tensor
-        root = own.hidden + (embedding if head else own.hidden + 1)
-        if stages == 1:
-            root += 0 if head and shape.tied else embedding
-        wide = 2 * (own.heads + own.key_heads) * own.head_width + 3 * own.intermediate
-        adapters = lora_rank * (wide / tensor + 7 * own.hidden)
-        padding = -own.experts.number % shards * 3 * own.hidden * own.experts.width
-        layer = shape.layer / tensor + shape.layer_norms + padding + adapters
-        learns = adapters if lora_rank else layer
-        return cls(
-            layers=-(-own.layers // stages),
-            layer=layer,
-            root=root,
-            head=embedding if head else 0.0,
-            trained_layer=learns if trained else 0.0,
-            trained_root=root if trained and not lora_rank else 0.0,
-            padding=0.0 if lora_rank else padding,
-        )
-
-    @property
-    def whole(self) -> float:
-        return self.layers * self.layer + self.root
-
-    @property
-    def trained(self) -> float:
-        return self.layers * self.trained_layer + self.trained_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +135,20 @@ def forward_moments(
     keeps `last`. `gradients` are the bytes of gradients of earlier micro-batches.
     """
     c, features = way.setup.itemsize, decoder.hidden
-    w, r = c * own.layer, c * own.root
+    w, u, x, r = (c * each for each in (own.largest, own.unit, own.experts, own.root))
     buffer = 1 if way.shards > 1 else 0
-    before = 0.0 if way.resharding else (own.layers - 1) * w
-    ahead = w if way.prefetch and own.layers > 1 and way.resharding else 0.0
+    copied = u if own.stay or not x else x
+    stay = c * (own.stay if way.resharding else own.layers * own.layer)
+    before = max(0.0, stay - (x if way.resharding else w))
+    ahead = u if way.prefetch and own.layers > 1 and way.resharding else 0.0
     around = tokens * (_around(decoder, c))
     hidden = around + tokens * c * features
-    yield Moment("first gather", r + buffer * (r + w) + w, gradients, hidden, 0.0)
+    yield Moment("first gather", r + buffer * (r + u) + u, gradients, hidden, 0.0)
     if own.layers > 1:
-        yield Moment("next gather", r + w + 2 * buffer * w + before, gradients, hidden + earlier, 0.0)
+        yield Moment("next gather", r + w + buffer * (u + copied) + before, gradients, hidden + earlier, 0.0)
     inside = earlier + max(last, tokens * _inside(decoder, way))
-    yield Moment("layers, forward", r + w + buffer * w + before + ahead, gradients, around + inside, 0.0)
-    gathered = r + buffer * w + (0.0 if way.resharding else own.layers * w)
+    yield Moment("layers, forward", r + w + buffer * copied + before + ahead, gradients, around + inside, 0.0)
+    gathered = r + buffer * copied + stay
     states = earlier + max(last, tokens * 2 * c * features)
     tiles = head_forward_bytes(own, decoder, way, tokens)
     yield Moment("head, forward", gathered, gradients, around + states, tiles)
@@ -244,42 +168,50 @@ def update_moments(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> It
     - Last layer, backward: the recomputed activations; in the MLP, two gradient tensors more than the saved
       tensors, the gradient of the hidden states, and the gradient of one matrix. The previous layer is
       gathered.
-    - First layer, backward: the activations of one layer; all gradients; and all weights, except in the last
-      micro-batch.
-    - Reduction of the root: its gradients, c, and the reduction buffer, m for each parameter. On one rank the
-      buffer is copied once more.
+    - Reduction of divided experts: their gradients, c, and the reduction buffer, m for each parameter.
+    - Second layer, backward: the gradient shards of all later layers.
+    - First layer, backward: one layer's activations; all gradients; all weights, unless it is the last time.
+    - Reduction of the root: its gradients and buffer. On one rank the buffer is copied once more.
     """
     c, m, features = way.setup.itemsize, way.master, decoder.hidden
-    w, r, layers = c * own.layer, c * own.root, own.layers
+    w, u, x, r = (c * number for number in (own.largest, own.unit, own.experts, own.root))
+    w, layers = u if own.stay else w, own.layers
     around = tokens * _around(decoder, c)
-    each = layer_bytes(decoder, way.setup)
-    kept = tokens * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved)
+    kinds = [(share, kind, layer_bytes(kind, way.setup)) for share, kind in decoder.kinds]
+    kept = tokens * sum(
+        of * (way.share * each.kept(way.mode) + (1 - way.share) * each.saved) for of, _, each in kinds
+    )
     on_device = min(layers, 2) if way.setup.offloaded else layers
     activations = around + way.setup.held * on_device * kept
-    summed = 0.0
-    if way.micro_batches > 1:
-        summed = m * (own.trained - layers * own.padding if way.sums else own.trained / way.shards)
+    summed = m * (own.trained - layers * own.padding if way.sums else own.learned / way.shards)
+    summed = summed if way.micro_batches > 1 else 0.0
     head_gradient = c * own.head if own.trained_root else 0.0
     last = tokens * (norm_bytes(decoder, way.setup, features) + c * features)
-    held = r if way.resharding else r + layers * w
+    held = r + (c * own.stay if way.resharding else layers * c * own.layer)
     left = {"earlier": activations - around - kept, "last": kept, "gradients": 0.0 if way.sums else summed}
     yield from forward_moments(own, decoder, way, tokens, **left)
-    tiles = head_backward_bytes(own, decoder, way, tokens)
-    before = w if layers > 1 and way.resharding else 0.0
-    first = held + before
-    yield Moment("head, backward", first, summed, activations + last, tiles + head_gradient)
-    again = tokens * each.again(way.mode)
+    before = u if layers > 1 and way.resharding else 0.0
+    first = held + (w if before else 0.0)
+    tiles = head_backward_bytes(own, decoder, way, tokens) + head_gradient
+    yield Moment("head, backward", first, summed, activations + last, tiles)
     norm = tokens * (norm_bytes(decoder, way.setup, features) + (3 * c if way.setup.fused else 20) * features)
     yield Moment("last norm, backward", first, summed + head_gradient, activations + norm, 0.0)
-    layer = again + _inside_backward(own, decoder, way, tokens)
+    layer = max(
+        tokens * each.again(way.mode) + _inside_backward(own, kind, way, tokens) for _, kind, each in kinds
+    )
     held_layer = held + (w if way.resharding else 0.0) + before
     yield Moment("last layer, backward", held_layer, summed + head_gradient, activations + layer, 0.0)
-    reducing = 0.0 if way.sums else m * own.trained_layer * min(1, layers - 1)
-    if layers > 1:
-        gathered = held_layer if way.resharding or way.sums else held - w
-        gradients = summed + head_gradient + reducing + m * own.trained_layer / way.shards
-        held_activations = activations - (0 if way.setup.offloaded else kept) + layer
-        yield Moment("layer before, backward", gathered, gradients, held_activations, 0.0)
+    reducing = 0.0 if way.sums else m * own.trained_unit * min(1, layers - 1)
+    after = tokens * (c * features + kinds[0][2].again(way.mode) - experts_kept_bytes(decoder, way.setup))
+    reduced = x if way.sums else x + m * own.experts * (1 + way.setup.experts / way.shards)
+    gathered = held_layer if way.resharding or way.sums else held - w
+    for name, done in (("layer before", 1), ("second layer", max(1, layers - 2))) if layers > 1 else ():
+        new = m * (done if way.micro_batches == 1 else 1) * own.learned_layer / way.shards
+        gradients, there = summed + head_gradient + reducing + new, gathered - (done * x if own.stay else 0.0)
+        earlier = activations - (0 if way.setup.offloaded else done * kept)
+        yield Moment(f"{name}, backward", there, gradients, earlier + layer, 0.0)
+        if own.experts and own.trains_all:
+            yield Moment(f"{name}, experts", there - x, gradients + reduced, earlier + after, 0.0)
     single = activations - way.setup.held * on_device * kept + kept + layer
     yield from _last_moments(own, way, single, around, head_gradient)
 
@@ -293,14 +225,14 @@ def _last_moments(
     the part of `single` that is outside all layers. `head_gradient` are the bytes of the head's gradient.
     """
     c, m, layers = way.setup.itemsize, way.master, own.layers
-    w, r = c * own.layer if way.resharding else 0.0, c * own.root
-    reducing = m * own.trained_layer * min(1, layers - 1)
+    w, r = c * own.largest if way.resharding else 0.0, c * own.root
+    reducing = m * own.trained_unit * min(1, layers - 1)
     of_root, tied = c * own.trained_root, own.root < 1.5 * own.head
     of_ends = of_root + (head_gradient if tied else 0.0) * 2
     layers_summed = m * layers * (own.trained_layer - own.padding)
-    shard = m * layers * own.trained_layer / way.shards  # the shard of the reduced gradients
+    shard = m * layers * own.learned_layer / way.shards  # the shard of the reduced gradients
     if way.micro_batches > 1 and not way.sums:
-        shard = m * (own.trained + own.trained_layer) / way.shards
+        shard = m * (own.learned + own.learned_layer) / way.shards
     if way.sums:
         whole, earlier = c * own.whole, m * own.trained_root if way.micro_batches > 2 else 0.0
         summed_so_far = layers_summed + earlier + head_gradient
@@ -310,7 +242,9 @@ def _last_moments(
         yield Moment("root, summed", whole, layers_summed + matrix + m * own.trained_root, around, 0.0)
         reduced = 2 * m * own.trained_root
     else:
-        yield Moment("first layer, backward", r + w, shard + head_gradient + reducing, single, 0.0)
+        own_shard = m * own.learned_layer / way.shards if own.experts else 0.0  # experts come before it
+        gradients = shard - own_shard + head_gradient + reducing
+        yield Moment("first layer, backward", r + w, gradients, single, 0.0)
         yield Moment("embedding, backward", r, shard + reducing + of_ends, around, 0.0)
         copied = m * own.trained_root + (0.0 if tied else head_gradient)
         reduced = m * own.trained_root + (copied if way.shards == 1 else of_root)
@@ -326,29 +260,41 @@ def _inside(decoder: Decoder, way: Way) -> float:
     """Return the peak bytes per token inside a layer's forward pass.
 
     This is the larger of two sums. First: embeddings, layer input, attention output and its norm, with
-    activated gate, up and their product (also the adapter's term of up, or the joined gate). Second: the
-    first three, with the norm's fp32 input and its square.
+    activated gate, up and their product (also the adapter's term of up, or the joined gate), or with the
+    experts. Second: the first three, with the norm's fp32 input and its square.
     """
     c, features = way.setup.itemsize, decoder.hidden
     wide = 4 if way.setup.lora_rank or decoder.joined else 3
-    mlp = 4 * c * features + wide * c * decoder.inner(way.setup.tensor)
-    mlp += 2 * decoder.experts.routed * c * features
-    return max(mlp, 0 if way.setup.fused else (3 * c + 8) * features)
+    mlps = [
+        experts_forward_bytes(kind, way.setup)
+        if kind.experts.chosen
+        else wide * c * kind.inner(way.setup.tensor) + 2 * kind.experts.routed * c * features
+        for _, kind in decoder.kinds
+    ]
+    return max(4 * c * features + max(mlps), 0 if way.setup.fused else (3 * c + 8) * features)
 
 
 def _inside_backward(own: Gathered, decoder: Decoder, way: Way, tokens: int) -> float:
     """Return the peak bytes of a layer's backward, in addition to the kept activations.
 
     In the MLP these are the gradients of activated gate and up, of the hidden states, and of one matrix, or
-    two joined ones of experts. In the norm before the MLP, the MLP's activations are freed. There are four
-    gradients of the hidden states in fp32, one in the compute dtype, and the gradients of the MLP's matrices.
+    two joined ones if all experts compute all tokens. In the norm before the MLP, the MLP's activations are
+    freed. There are four gradients of the hidden states in fp32, one in the compute dtype, and the gradients
+    of the MLP's matrices.
     """
     c, t, features = way.setup.itemsize, way.setup.tensor, decoder.hidden
     inner, experts = decoder.inner(t), decoder.experts
-    stored = decoder.dense / t + experts.number * experts.width
-    matrix = c * features * stored if own.trained_layer > own.layer / 2 else 0.0
-    mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     states = 3 * c * features if way.setup.fused else 18 * features
+    each = c * features if own.trains_all else 0.0
+    matrix = each * decoder.dense / t
+    if experts.chosen:
+        stored = each * experts.number * experts.width / way.setup.experts
+        if way.setup.experts == 1:
+            matrix += stored
+        mlp = experts_backward_bytes(decoder, way.setup, tokens, stored, again=way.mode != "none")
+    else:
+        matrix += each * experts.number * experts.width
+        mlp = tokens * (2 * c * inner + c * features) + (2 if experts.number else 1) * matrix
     return max(mlp, tokens * (states - 4 * c * inner) + 3 * matrix)
 
 

@@ -199,8 +199,9 @@ def _model(peer: Peer, at: str) -> None:
         return
     peer.put(f"{at}.lora_rank", peer["lora_r"])
     peer.put(f"{at}.lora_alpha", peer["lora_alpha"])
-    if peer["lora_target_modules"]:
-        peer.put(f"{at}.target_modules", peer["lora_target_modules"])
+    for name in ("target_modules", "target_parameters"):
+        if peer[f"lora_{name}"]:
+            peer.put(f"{at}.{name}", peer[f"lora_{name}"])
     if peer["lora_dropout"]:
         peer.refuse("lora_dropout", "adapters are trained without dropout")
 

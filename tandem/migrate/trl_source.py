@@ -16,8 +16,9 @@ from tandem.texts import parse_yaml
 
 _CONFIGS = {name.removesuffix("Config").lower(): name for name in TABLES}
 _TRAINERS = {f"{name.removesuffix('Config')}Trainer": name for name in TABLES}
-_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
-_LORA |= {"lora_dropout": "lora_dropout", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+_LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+_LORA |= {"target_modules": "lora_target_modules", "target_parameters": "lora_target_parameters"}
+_LORA |= {"use_rslora": "use_rslora", "use_dora": "use_dora"}
 _UNKNOWN = object()
 
 

@@ -93,9 +93,9 @@ def pack(weight: Tensor) -> Tensor:
     return out
 
 
-def packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def packed_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return inputs weightᵀ + bias for a weight from `pack`, without gradient: (M, K) to (M, N)."""
-    return _product(inputs, weight, bias)
+    return _onednn(inputs, weight, bias)
 
 
 def speed_up_linears(model: nn.Module) -> None:

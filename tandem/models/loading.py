@@ -27,8 +27,10 @@ from tandem.models.architectures import (
 from tandem.models.attention import PACKED
 from tandem.models.changed_fields import misfit, require_fields
 from tandem.models.decoders import decoder_of, head_of, layers_of
+from tandem.models.experts import EXPERTS
 from tandem.models.linear import speed_up_linears
 from tandem.models.logits import LogitRule
+from tandem.models.routing import Mixtures
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _RANDOM = ("drop", "jitter")
@@ -215,13 +217,13 @@ def _build(
         absent: the names of weights that may be missing in the folder.
     """
     require_task(path, config, scorer=scorer, trust_remote_code=options["trust_remote_code"])
-    if options["dtype"] == torch.float64:
-        config._experts_implementation = "eager"  # others do not support float64 on a CPU
+    config._experts_implementation = EXPERTS
     kind = auto_class(config, scorer=scorer)
     model = _load(kind, path, config, absent, options) if weights else _skeleton(kind, path, config, options)
     require_trainable(model, scorer=scorer)
     speed_up_linears(model)
     fit_angles(model)
+    model.mixtures = Mixtures(model)
     return model
 
 

@@ -25,8 +25,8 @@ _FIELD = "model.lora_adapter_path"
 _FREE = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "runtime_config"),
-    *("rank_pattern", "alpha_pattern", "ensure_weight_tying"),
+    *("target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"),
+    *("runtime_config", "rank_pattern", "alpha_pattern", "ensure_weight_tying"),
 }
 _BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """The values of `init_lora_weights` that do not change the model's base weights."""
@@ -72,7 +72,7 @@ def check_adapter_folder(model: BackboneConfig, needed: Mapping[str, Sequence[in
         raise _refused(
             "the folder contains adapters of other layers",
             f"{folder}: {first} {shapes.get(first, 'is missing')}",
-            f"{first} {want.get(first, 'without an adapter; see target_modules')}",
+            f"{first} {want.get(first, 'without an adapter; see target_modules and target_parameters')}",
         )
 
 
@@ -112,8 +112,8 @@ def read_adapters(named: Mapping[str, Tensor], folder: str | Path) -> None:
 
 def _refused(problem: str, got: str, expected: str) -> ConfigError:
     remedy = (
-        "set lora_rank, lora_alpha and target_modules to the adapter's values. If the adapter has several "
-        "ranks, scales or other extras, merge it into the model with peft's merge_and_unload, or leave this "
-        "key out"
+        "set lora_rank, lora_alpha, target_modules and target_parameters to the adapter's values. If the "
+        "adapter has several ranks, scales or other extras, merge it into the model with peft's "
+        "merge_and_unload, or leave this key out"
     )
     return ConfigError(problem, field=_FIELD, got=got, expected=expected, remedy=remedy)

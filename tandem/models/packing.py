@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.device import to_device
+from tandem.models.routing import Routing
 from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import Ragged
 from tandem.protocol.ragged import span_indices
@@ -164,6 +166,9 @@ class PackedInputs:
             token ids.
         reference: (K, D), the last hidden states of the reference policy at the sources; None if the
             reference is not needed.
+        origins: (N) int64, the position of each input token in the flat token column; -1 for padding and
+            filler. None unless asked for.
+        routing: what happens in the model's mixtures; None: the routers choose, and nothing is recorded.
     """
 
     input_ids: Tensor
@@ -174,6 +179,8 @@ class PackedInputs:
     total: int
     hidden: Tensor | None = None
     reference: Tensor | None = None
+    origins: Tensor | None = None
+    routing: Routing | None = None
 
 
 def pack(
@@ -185,6 +192,7 @@ def pack(
     whole: bool = False,
     split: SequenceSplit | None = None,
     fill: int = 0,
+    origins: bool = False,
 ) -> PackedInputs:
     """Pack sequences into the inputs of a model.
 
@@ -201,6 +209,7 @@ def pack(
         split: the ranks that share the tokens. Unused filler sequences make the number of tokens a multiple
             of the number of ranks.
         fill: the minimum number of tokens, which is reached by adding filler sequences.
+        origins: whether to return the origins of the input tokens.
     """
     lengths_B = tokens.lengths
     widths_B = input_lengths(lengths_B, pad_to_longest=pad_to_longest, whole=whole)
@@ -208,18 +217,7 @@ def pack(
     ends_N = (lengths_B - 1).repeat_interleave(widths_B)
     picks_N = tokens.offsets[:-1].repeat_interleave(widths_B) + columns_N.minimum(ends_N)
 
-    # The start of each sequence has moved by `shift`. Token t is predicted at input t - 1 and scored at input
-    # t.
-    shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
-    if whole:
-        places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
-        sources_K = places_K + shift_B[tokens.row_ids()[places_K]]
-    else:
-        predicted_T = tokens.positions() > 0
-        if wanted is not None:
-            predicted_T = predicted_T & wanted
-        places_K = predicted_T.nonzero().squeeze(1)
-        sources_K = places_K - 1 + shift_B[tokens.row_ids()[places_K]]
+    sources_K, places_K = _outputs(tokens, wanted, widths_B, whole=whole)
     input_ids_N, widths = tokens.values[picks_N], widths_B.tolist()
     filled = max(fill, len(input_ids_N))
     filler = filled + (-filled % split.size if split else 0) - len(input_ids_N)
@@ -231,10 +229,34 @@ def pack(
     here_K = (sources_K >= share.start) & (sources_K < share.stop)
     places_K, sources_K = places_K[here_K], sources_K[here_K] - share.start
     host = [input_ids_N[share], sources_K, tokens.values[places_K], places_K]
-    input_ids, sources, targets, places = to_device(host, device)
+    if origins:
+        own_B = input_lengths(lengths_B, pad_to_longest=False, whole=whole)
+        origins_N = picks_N.where(columns_N < own_B.repeat_interleave(widths_B), -1)
+        host.append(F.pad(origins_N, (0, filler), value=-1)[share])
+    input_ids, sources, targets, places, *rest = to_device(host, device)
     whole_lengths = [*lengths_B.tolist(), *widths[len(lengths_B) :]]
     packing = Packing(widths, device, split, whole_lengths=whole_lengths)
-    return PackedInputs(input_ids, packing, sources, targets, places, total=len(tokens.values))
+    total, found = len(tokens.values), rest[0] if rest else None
+    return PackedInputs(input_ids, packing, sources, targets, places, total, origins=found)
+
+
+def _outputs(
+    tokens: Ragged, wanted: Tensor | None, widths_B: Tensor, *, whole: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (K) the positions in the input, and (K) those in the token column, of the outputs; see `pack`.
+
+    Each sequence's input starts later than its tokens by `shift`. Token t is predicted at input t - 1 and
+    scored at input t.
+    """
+    shift_B = (widths_B.cumsum(0) - widths_B) - tokens.offsets[:-1]
+    if whole:
+        places_K = tokens.offsets[1:] - 1 if wanted is None else wanted.nonzero().squeeze(1)
+        return places_K + shift_B[tokens.row_ids()[places_K]], places_K
+    predicted_T = tokens.positions() > 0
+    if wanted is not None:
+        predicted_T = predicted_T & wanted
+    places_K = predicted_T.nonzero().squeeze(1)
+    return places_K - 1 + shift_B[tokens.row_ids()[places_K]], places_K
 
 
 def input_lengths(lengths_B: Tensor, *, pad_to_longest: bool, whole: bool) -> Tensor:

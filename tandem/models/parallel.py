@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tandem.errors import ConfigError, ModelError
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.expert_parallel import ExpertGroup, experts_modules
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -56,14 +57,24 @@ class Grid:
             shards of a copy, and the ranks that split each layer.
         work: mesh ("pp", "data", "sequence", "tp"): the stages, the ranks of a stage with different rows, the
             ranks that share each row, and the ranks that split the layers.
+        experts: mesh ("pp", "replicate", "shard", "ep", "tp"): like `weights`, with the shards divided into
+            consecutive ranks that divide the experts. None: no expert parallelism.
     """
 
     weights: DeviceMesh
     work: DeviceMesh
+    experts: DeviceMesh | None = None
 
     @classmethod
     def over_all_ranks(
-        cls, device: torch.device, *, fsdp_size: int = -1, sequence: int = 1, tensor: int = 1, stages: int = 1
+        cls,
+        device: torch.device,
+        *,
+        fsdp_size: int = -1,
+        sequence: int = 1,
+        tensor: int = 1,
+        experts: int = 1,
+        stages: int = 1,
     ) -> Grid:
         """Create the grid over all ranks.
 
@@ -72,6 +83,7 @@ class Grid:
             fsdp_size: number of ranks over which FSDP shards the weights; -1: all.
             sequence: number of ranks that share the tokens of each micro-batch.
             tensor: number of ranks that split each layer.
+            experts: number of ranks that divide the experts of each mixture.
             stages: number of pipeline stages.
 
         Raises:
@@ -85,14 +97,17 @@ class Grid:
         shards = parts if fsdp_size == -1 else fsdp_size
         _check_divides("fsdp_config.fsdp_size", shards, parts)
         _check_divides("ulysses_sequence_parallel_size", sequence, parts)
-        kind = device.type
-        weights, work = (
-            (stages, parts // shards, shards, tensor),
-            (stages, parts // sequence, sequence, tensor),
-        )
+        _check_divides("fsdp_config.expert_parallel_size", experts, shards)
+
+        def mesh(**sizes: int) -> DeviceMesh:
+            shape = (stages, *sizes.values(), tensor)
+            return init_device_mesh(device.type, shape, mesh_dim_names=("pp", *sizes, "tp"))
+
+        copies, alike = parts // shards, shards // experts
         return cls(
-            init_device_mesh(kind, weights, mesh_dim_names=("pp", "replicate", "shard", "tp")),
-            init_device_mesh(kind, work, mesh_dim_names=("pp", "data", "sequence", "tp")),
+            mesh(replicate=copies, shard=shards),
+            mesh(data=parts // sequence, sequence=sequence),
+            None if experts == 1 else mesh(replicate=copies, shard=alike, ep=experts),
         )
 
     @property
@@ -194,6 +209,7 @@ def shard(
     parts: Sequence[Sequence[nn.Module]],
     mesh: DeviceMesh,
     *,
+    experts: ExpertGroup | None,
     compute_dtype: torch.dtype,
     master_dtype: torch.dtype,
     reshard_after_forward: bool,
@@ -204,11 +220,11 @@ def shard(
 
     Parameters are stored in `master_dtype` and cast to `compute_dtype` for computation. Gradients are summed
     over ranks, not averaged, in `master_dtype`. Each entry of `parts` lists the modules of one FSDP unit, as
-    returned by `tandem.models.wrap.wrapped`. The root unit has all other modules. `meter` measures the
-    collectives of all units.
+    returned by `tandem.models.wrap.wrapped`. The root unit has all other modules. If `experts` divides the
+    experts, the experts of each mixture are units too. `meter` measures the collectives of all units.
 
     Returns:
-        The first module of each FSDP unit, with the root unit last.
+        The first module of each FSDP unit, in the order in which they run, with the root unit last.
 
     Raises:
         ConfigError: If a trained parameter has another dtype than `master_dtype`.
@@ -223,14 +239,15 @@ def shard(
         reduce_dtype=master_dtype if mixed else None,
         cast_forward_inputs=False,
     )
+    mixtures = [] if experts is None else _shard_experts(model, experts, policy, reshard_after_forward)
+    parts = [left for part in parts if (left := [module for module in part if module not in mixtures])]
     for part in reversed(parts):
         fully_shard(list(part), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=_shard_dimension)
-    units: list[FSDPModule] = [
-        unit for unit in (*(part[0] for part in parts), model) if isinstance(unit, FSDPModule)
-    ]
+    units = [*_in_order(parts, mixtures, experts_first=False), model]
     for unit in units:
-        if mesh.size() > 1:  # with one rank FSDP would copy the gradient to divide it by 1
+        over = experts.fsdp if experts is not None and unit in mixtures else mesh
+        if over.size() > 1:  # with one rank FSDP would copy the gradient to divide it by 1
             unit.set_gradient_divide_factor(1.0)
         # Gloo has no sum with a scale factor, not even for a factor of one.
         unit.set_force_sum_reduction_for_comms(True)
@@ -238,15 +255,47 @@ def shard(
     if forward_prefetch:
         for unit, following in pairwise(units[:-1]):
             unit.set_modules_to_forward_prefetch([following])
-    # In the backward pass, each unit prefetches only the layer before it, and the first unit prefetches the
-    # root. FSDP's default depends on the forward passes since the last backward pass. A rollout runs
-    # different numbers of forward passes on different ranks. The ranks would then wait for each other in
-    # different gathers.
+    _prefetch_backward([*_in_order(parts, mixtures, experts_first=True), model])
+    return units
+
+
+def _shard_experts(
+    model: nn.Module, experts: ExpertGroup, policy: MixedPrecisionPolicy, reshard_after_forward: bool
+) -> list[Any]:
+    """Shard the experts of each mixture over the ranks with the same experts, and return their modules."""
+    mixtures = experts_modules(model)
+    for module in mixtures:
+        fully_shard(
+            module,
+            mesh=experts.fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward and experts.shards > 1,
+            shard_placement_fn=experts.shard_dimension,
+        )
+    return mixtures
+
+
+def _in_order(parts: Sequence[Sequence[nn.Module]], mixtures: list[Any], *, experts_first: bool) -> list[Any]:
+    """Return the units in the order in which they run, or with the experts before the layer around them."""
+    found: list[Any] = []
+    for part in parts:
+        held = {inner for module in part for inner in module.modules()}
+        inside = [module for module in mixtures if module in held]
+        found += [*inside, part[0]] if experts_first else [part[0], *inside]
+    return list(dict.fromkeys([*found, *mixtures]))
+
+
+def _prefetch_backward(units: list[Any]) -> None:
+    """Make each unit prefetch the unit before it in the backward pass, and the first unit prefetch the root.
+
+    FSDP's default depends on the forward passes since the last backward pass. A rollout runs different
+    numbers of forward passes on different ranks. The ranks would then wait for each other in different
+    gathers.
+    """
     for earlier, unit in pairwise(units):
         unit.set_modules_to_backward_prefetch([earlier])
     if len(units) > 1:
         units[0].set_modules_to_backward_prefetch([units[-1]])
-    return units
 
 
 def _shard_dimension(parameter: nn.Parameter) -> Shard | None:

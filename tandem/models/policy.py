@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tandem.models.logits import LogitRule, for_bias, with_bias
 from tandem.models.lora import plain_name, without_adapters
 from tandem.models.masks import attending
 from tandem.models.packing import PackedInputs
+from tandem.models.routing import MISSED, NO_MIXTURES, ROUTED, Mixtures, Routing
 from tandem.models.tensor_group import TensorGroup, local
 
 
@@ -36,8 +38,10 @@ class PackedModel(nn.Module):
 
     Attributes:
         model: the model, or the part of it that is used.
+        mixtures: the mixtures of the model; none if the model was not built by `tandem.models.loading`.
         kind: the type of the model: "policy", "value" or "score".
         outputs: the names of its outputs.
+        replays: the columns whose values replace what the model would choose itself.
         whole_sequences: whether the model scores sequences instead of predicting tokens; see `pack`.
         starts_at_zero: the names of parameters that no model folder contains. They are initialized with
             zeros.
@@ -48,6 +52,7 @@ class PackedModel(nn.Module):
 
     kind: str
     outputs: frozenset[str]
+    replays: frozenset[str] = frozenset()
     whole_sequences = False
     starts_at_zero: frozenset[str] = frozenset()
     kernels = Kernels()
@@ -57,6 +62,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.decoder_name = decoder_name(model)
         self.model = model
+        self.mixtures: Mixtures = getattr(model, "mixtures", NO_MIXTURES)
 
     @property
     def decoder(self) -> Any:
@@ -115,7 +121,9 @@ class PolicyModel(PackedModel):
         ConfigError: If the temperature is not above zero.
     """
 
-    kind, outputs = "policy", frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden"})
+    kind = "policy"
+    outputs = frozenset({"log_probs", "entropy", "sum_pi_squared", "ref_kl", "hidden", ROUTED, MISSED})
+    replays = frozenset({ROUTED})
     tensor_group: TensorGroup | None = None
     reference_head: Tensor | None = None
 
@@ -150,13 +158,19 @@ class PolicyModel(PackedModel):
             outputs: names of outputs. "log_probs" and "entropy" are in nats. "sum_pi_squared" has no
                 gradient. "ref_kl" is KL(policy || reference) in nats. All of these belong to the distribution
                 that predicts the token. "hidden" is (T, D), the last hidden state that predicts the token, in
-                the compute dtype.
+                the compute dtype. "routed_experts" is (T, L, K) integers, see `ROUTED`; "missed_experts" is
+                (T) int64, see `MISSED`, and needs experts to replay.
 
         Raises:
             EngineError: If a policy does not have one of the outputs, or the reference's data for "ref_kl"
                 are missing.
+            ModelError: If the choice of experts cannot be recorded.
         """
         self.check_outputs(outputs)
+        routing = inputs.routing or Routing()
+        if ROUTED in outputs:
+            routing.records = True
+            inputs = replace(inputs, routing=routing)
         hidden_KD = decode(self, inputs).index_select(0, inputs.sources)
         weight = with_bias(self.output_layer.weight, self.output_layer.bias)
         states_KD = for_bias(hidden_KD, weight)
@@ -171,7 +185,12 @@ class PolicyModel(PackedModel):
             compared = self._reference(hidden_KD, inputs.reference)
             found["ref_kl"] = kl_divergence(states_KD, local(weight), *compared, **options)
         asked = {name: value for name, value in found.items() if name in outputs and value is not None}
-        return {name: at_positions(value, inputs) for name, value in asked.items()}
+        columns = {name: at_positions(value, inputs) for name, value in asked.items()}
+        if ROUTED in outputs:
+            columns[ROUTED] = at_origins(self.mixtures.recorded(routing), inputs)
+        if MISSED in outputs:
+            columns[MISSED] = at_origins(torch.stack(list(routing.missed.values())).sum(0), inputs)
+        return columns
 
     def _reference(self, hidden_KD: Tensor, reference_KD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the reference's hidden states, and its output embedding or this rank's rows of it."""
@@ -209,9 +228,17 @@ def varied(module: Any, *, adapter: bool, temperature: float | None) -> Iterator
 
 
 def decode(module: PackedModel, inputs: PackedInputs) -> Tensor:
-    """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm."""
+    """Run the decoder and return (N, D) the last hidden states of the packed tokens, after the norm.
+
+    With gradients, the model's mixtures keep the inputs' routing, because recomputed layers need it. Reset it
+    after the backward pass.
+    """
+    module.mixtures.routing = inputs.routing
     run = in_rows if module.in_rows else hidden_states
-    return run(module.trunk, inputs).squeeze(0)
+    hidden_1ND = run(module.trunk, inputs)
+    if not torch.is_grad_enabled():
+        module.mixtures.routing = None
+    return hidden_1ND.squeeze(0)
 
 
 def hidden_states(decoder: Any, inputs: PackedInputs) -> Tensor:
@@ -238,6 +265,8 @@ def in_rows(decoder: Any, inputs: PackedInputs) -> Tensor:
     places_N = packing.places_in_rows()
     shape = (len(packing.lengths), packing.max_length)
     ids_BT = inputs.input_ids.new_zeros(shape).flatten().index_copy(0, places_N, inputs.input_ids).view(shape)
+    if inputs.routing is not None:
+        inputs.routing.spread(places_N, ids_BT.numel())
     out = decoder(input_ids=ids_BT, attention_mask=torch.ones_like(ids_BT), use_cache=False)
     hidden_BTD: Tensor = out.last_hidden_state
     return hidden_BTD.flatten(0, 1).index_select(0, places_N).unsqueeze(0)
@@ -259,3 +288,18 @@ def at_positions(values_K: Tensor, inputs: PackedInputs) -> Tensor:
     values_T = values_T.index_copy(0, inputs.places, values_K)
     split = inputs.packing.split
     return values_T if split is None else split.gather(values_T)
+
+
+def at_origins(values_N: Tensor, inputs: PackedInputs) -> Tensor:
+    """Return (T, …) the integers of the input tokens at their positions in the token column, else zero.
+
+    Args:
+        values_N: (N, …) integers.
+        inputs: the packed micro-batch, with origins. With sequence parallelism, every rank gets the values of
+            all ranks.
+    """
+    assert inputs.origins is not None
+    places_N = inputs.origins.where(inputs.origins >= 0, inputs.total)
+    found = values_N.new_zeros(inputs.total + 1, *values_N.shape[1:]).index_copy(0, places_N, values_N)[:-1]
+    split = inputs.packing.split
+    return found if split is None else split.gather(found.int()).to(found.dtype)

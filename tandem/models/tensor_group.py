@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -79,6 +81,24 @@ class TensorGroup:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's local tensor, which shares the memory of the given tensor or DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def seen_as(module: nn.Module, seen: Callable[[Any], Tensor]) -> Iterator[None]:
+    """Inside the context, `seen(parameter)` stands in place of each direct parameter of a module.
+
+    This includes convolutions in the module, because their parent may use their weights without calling them.
+    """
+    parts = [module, *(part for part in module.children() if isinstance(part, nn.Conv1d))]
+    held = [part._parameters for part in parts]
+    for part in parts:
+        seen_there: Any = {name: None if p is None else seen(p) for name, p in part._parameters.items()}
+        part._parameters = seen_there
+    try:
+        yield
+    finally:
+        for part, parameters in zip(parts, held, strict=True):
+            part._parameters = parameters
 
 
 def joined(part: Tensor, spec: DTensorSpec) -> DTensor:

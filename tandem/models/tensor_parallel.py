@@ -24,7 +24,7 @@ from tandem.models.linear import linear
 from tandem.models.lora import ADAPTER, adapted_layers
 from tandem.models.parallel import require_kind
 from tandem.models.policy import PackedModel, PolicyModel
-from tandem.models.tensor_group import TensorGroup, local
+from tandem.models.tensor_group import TensorGroup, local, seen_as
 
 FIELD = "fsdp_config.tensor_parallel_size"
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -228,11 +228,12 @@ class Split:
 
         Each rank looks up its entries, and the result is the sum over ranks.
         """
-        first, plain = self.group.entries(module.num_embeddings).start, module.forward.__func__
+        first, plain = self.group.entries(module.num_embeddings).start, type(module).forward
         self.place(module, weight=Shard(0))
 
         def forward(ids: Tensor) -> Tensor:
-            mine = _stand_in(module, local)
+            mine: Any = copy(module)
+            mine._parameters = {"weight": local(module.weight)}
             count = len(mine.weight)
             if mine.padding_idx is not None:
                 mine.padding_idx -= first
@@ -260,10 +261,11 @@ class Split:
         if not module._parameters:
             return
         self.place(module, **cut)
-        plain = module.forward.__func__
+        plain = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return plain(_stand_in(module, seen), *args, **kwargs)
+            with seen_as(module, seen):
+                return plain(*args, **kwargs)
 
         module.forward = forward
 
@@ -271,19 +273,6 @@ class Split:
 def _per_head(module: nn.Module, name: str) -> bool:
     """Return whether a weight has an entry or a row for each head: sinks, and norms with own weights."""
     return name == "sinks" or ("norm" in type(module).__name__.lower() and getattr(module, name).ndim == 2)
-
-
-def _stand_in(module: Any, seen: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of a module with `seen(parameter)` in place of each of its direct parameters.
-
-    This includes convolutions, because their parent may use their weights without calling them.
-    """
-    stand_in = copy(module)
-    held = module._parameters.items()
-    stand_in._parameters = {name: None if p is None else seen(p) for name, p in held}
-    parts = module._modules.items()
-    stand_in._modules = {n: _stand_in(p, seen) if isinstance(p, nn.Conv1d) else p for n, p in parts}
-    return stand_in
 
 
 _CHANGES: dict[str, Callable[[Split, Any], None]] = {

@@ -127,7 +127,7 @@ class WeightFiles:
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return a dict from name to each buffer of a model that a model folder contains.
 
-    Such a buffer is a constant: training does not change it.
+    Such a buffer has no gradient. Of such buffers, training only changes the biases of routers.
     """
     return {
         f"{path}.{name}" if path else name: value

@@ -244,7 +244,11 @@ def read_batch(path: str | Path) -> DataProto:
         array = column.chunk(0)
         if kind == b"ragged":
             lengths = torch.from_numpy(array.value_lengths().to_numpy().copy())
-            values = array.flatten().to_numpy(zero_copy_only=False)
+            values, shape = array.flatten(), []
+            while pa.types.is_fixed_size_list(values.type):
+                shape.append(values.type.list_size)
+                values = values.flatten()
+            values = values.to_numpy(zero_copy_only=False).reshape(-1, *shape)
             tensors[field.name] = Ragged.from_lengths(torch.from_numpy(values.copy()), lengths)
         elif kind == b"dense":
             rows = (
@@ -263,7 +267,9 @@ def _has_entries(folder: Path) -> bool:
 def _arrow(column: SampleColumn) -> tuple[str, pa.Array]:
     """Return the type of the column's values (see `_KIND`), and the column as an Arrow array."""
     if isinstance(column, Ragged):
-        values = pa.array(column.values.detach().cpu().numpy())
+        values = pa.array(column.values.detach().cpu().flatten().numpy())
+        for size in reversed(column.values.shape[1:]):
+            values = pa.FixedSizeListArray.from_arrays(values, size)
         return "ragged", pa.LargeListArray.from_arrays(column.offsets.numpy(), values)
     kind = "plain"
     if isinstance(column, Tensor):

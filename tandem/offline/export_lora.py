@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tandem.checkpoint.staging import staged
@@ -19,8 +20,18 @@ from tandem.engines.train.lora import BASE, BASE_TYPE, SCALING
 from tandem.engines.weight_sync import checksum
 from tandem.errors import CheckpointError
 from tandem.models.loading import load_policy, load_scorer
-from tandem.models.lora import is_adapter, lora_config, merged, require_peft
+from tandem.models.lora import (
+    adapted_layers,
+    add_adapters,
+    is_adapter,
+    lora_config,
+    merged,
+    plain_name,
+    require_peft,
+    weight_name,
+)
 from tandem.models.lora_files import PREFIX, WEIGHTS
+from tandem.models.tensor_group import place
 from tandem.models.weight_files import read_weights, stored_tensors
 from tandem.offline.export_files import copy_tokenizer
 
@@ -40,7 +51,9 @@ def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[
 
     Raises:
         CheckpointError: If the model's folder no longer has the weights with which the adapters were trained.
+        ConfigError: If peft is not installed.
     """
+    layers = _layers(model, scores=scores)
     trained = dict(trained_weights(path))
     adapters = {name: trained.pop(name) for name in list(trained) if is_adapter(name)}
     digests = dict(trained_weights(path, f"{BASE}."))
@@ -55,10 +68,10 @@ def merged_weights(path: Path, model: ModelConfig, *, scores: bool) -> Iterator[
                 expected="the folder as it was when the run started",
                 remedy="restore the folder, or export only the adapters with --adapter",
             )
-        stem = name.removesuffix(".weight")
-        if stem + _A in adapters:
+        if name in layers:
+            stem, layer = layers[name]
             a, b = adapters[stem + _A], adapters[stem + _B]
-            weight = merged(weight.to(a.dtype), a, b, scaling)
+            weight = merged(layer, weight.to(a.dtype), a, b, scaling, place(weight))
         yield name, weight
 
 
@@ -121,10 +134,22 @@ def export_adapter(
     return out
 
 
-def _targets(skeleton: PreTrainedModel, adapted: set[str]) -> list[str]:
-    """Return the last components of the adapted layers' names, or the full names if they are ambiguous."""
+def _layers(model: ModelConfig, *, scores: bool) -> dict[str, tuple[str, Any]]:
+    """Return a dict from the name of each adapted weight to the name of peft's layer and the layer."""
+    require_peft(model)
+    skeleton, new = _model(model, scores=scores, weights=False), {"lora_adapter_path": None}
+    kind = "score" if scores else "policy"
+    add_adapters(skeleton, model.model_copy(update=new), kind, torch.float32)
+    layers = adapted_layers(skeleton).items()
+    return {plain_name(f"{name}.base_layer.{weight_name(layer)}"): (name, layer) for name, layer in layers}
+
+
+def _targets(skeleton: PreTrainedModel, stems: set[str]) -> list[str]:
+    """Return the last components of the adapted linear layers' names, or the full names if ambiguous."""
+    modules = dict(skeleton.named_modules())
+    adapted = {name for name in stems if isinstance(modules.get(name), nn.Linear)}
     ends = {name.rpartition(".")[2] for name in adapted}
-    alike = {name for name, _ in skeleton.named_modules() if name.rpartition(".")[2] in ends}
+    alike = {name for name in modules if name.rpartition(".")[2] in ends}
     return sorted(ends if alike == adapted else adapted)
 
 

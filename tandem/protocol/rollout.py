@@ -151,6 +151,9 @@ class Sample:
             logits, without min_tokens, bias, penalties or truncation; with temperature 1 for greedy sampling.
             A trainer recomputes these values from the weights. None if the engine does not provide them.
             Equal to log_probs unless the parameters reshape the distribution.
+        routed_experts: (P + R, L, K) integers, the experts that computed each of the P prompt tokens and of
+            the response tokens, in L layers with K experts per token. The last token was not computed, so it
+            has zeros. None if the engine does not record them, or if the response was aborted.
     """
 
     uid: str
@@ -160,6 +163,7 @@ class Sample:
     versions: np.ndarray
     finish_reason: str
     untruncated_log_probs: np.ndarray | None = field(default=None)
+    routed_experts: np.ndarray | None = field(default=None)
 
     @property
     def id(self) -> tuple[str, int]:

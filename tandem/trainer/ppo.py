@@ -315,14 +315,13 @@ class PPOTrainer(Loop[Gathered]):
 def prefixed(role: str, metrics: Metrics) -> Metrics:
     """Return the metrics of one update with the role's name as a prefix.
 
-    Names with a slash have a prefix already. Metrics that are summed over micro-batches, such as the loss,
-    are averaged over the updates of a step.
+    Names with a slash have a prefix already, and `router/` alone is the actor's. Metrics that are summed over
+    micro-batches, such as the loss, are averaged over the updates of a step.
     """
-    return Metrics(
-        {
-            name if "/" in name else f"{role}/{name}": replace(m, reduction="mean", weight=1.0)
-            if m.reduction == "sum"
-            else m
-            for name, m in metrics.items()
-        }
-    )
+    found = Metrics()
+    for name, metric in metrics.items():
+        own = "/" not in name or (role != "actor" and name.startswith("router/"))
+        summed = metric.reduction == "sum"
+        averaged = replace(metric, reduction="mean", weight=1.0) if summed else metric
+        found[f"{role}/{name}" if own else name] = averaged
+    return found

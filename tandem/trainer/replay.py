@@ -37,8 +37,8 @@ from tandem.trainer.takes import (
 
 _LEARNT = (
     *("reward/*", "response_length/*", "prompt_length/*", "tokens/*", "advantages/*", "returns/*", "actor/*"),
-    *("critic/*", "rollout_corr/*", "rollout/log_prob_diff_*", "rollout/prob_*", "rollout/kl"),
-    "rollout/version_lag",
+    *("router/*", "critic/*", "rollout_corr/*", "rollout/log_prob_diff_*", "rollout/prob_*", "rollout/kl"),
+    *("rollout/version_lag", "rollout/experts_differ"),
 )
 """The metrics that training computes. All other metrics describe generation, time or the machine."""
 _CHANGEABLE = (
@@ -183,14 +183,17 @@ def _require_changeable(words: Sequence[str]) -> None:
 def _require_watchable(config: TrainConfig) -> None:
     policy, trainer = config.actor_rollout_ref, config.trainer
     exact = policy.actor.use_kl_loss and policy.actor.kl_loss_type == FULL
+    replays = policy.actor.router_replay.mode
     for field, wrong in (
         ("actor_rollout_ref.model.lora_rank", policy.model.lora_rank or None),
         ("actor_rollout_ref.actor.kl_loss_type", FULL if exact else None),
         ("trainer.worker_classes", dict(trainer.worker_classes) or None),
+        ("actor_rollout_ref.actor.router_replay.mode", replays if replays != "disabled" else None),
     ):
         if wrong is not None:
             raise ConfigError(
-                "gradients cannot be recorded with adapters, an exact KL loss or custom worker classes",
+                "gradients cannot be recorded with adapters, an exact KL loss, custom worker classes, or a "
+                "replay of experts",
                 field=field,
                 got=wrong,
                 remedy="replay the step without --attribute and without changes",

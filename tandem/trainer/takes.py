@@ -25,6 +25,7 @@ from tandem.data.loader import BatchLoader, Prefix
 from tandem.data.mixture import EpochOrder
 from tandem.errors import ConfigError, DataError
 from tandem.memory.levers import with_values
+from tandem.models.routing import ROUTED
 from tandem.observability.config_file import flat
 from tandem.observability.reading import Run
 from tandem.observability.run import read_batch
@@ -175,6 +176,8 @@ def _gathered(trainer: PPOTrainer, batch: DataProto, *, rescore: bool) -> Gather
         return BatchFuture.of(batch.select(tensors, arrays))
 
     columns = set(batch.columns) - _RECOMPUTED
+    if trainer.config.actor_rollout_ref.actor.router_replay.mode != "R3":  # else the rollout recorded it
+        columns.discard(ROUTED)
     samples = part(columns - _SCORED - _BASELINES - ({"columns"} if rescore else set()))
     scores = part(columns & _SCORED)
     if rescore:

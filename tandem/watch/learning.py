@@ -28,6 +28,7 @@ COLLAPSED, SMALL_ENTROPY = 0.1, 0.05
 STEPS_WITHOUT_GRADIENT = 5
 FAR = 1.0
 CLIPPED, MOVED, FAR_MOVED = 0.4, 0.05, 0.25
+IDLE = 0.25
 
 
 def reward_constant(history: History, window: int) -> Numbers:
@@ -133,6 +134,15 @@ def updates_too_far(history: History, window: int) -> Numbers:
     return moved, clipped
 
 
+def experts_idle(history: History, window: int) -> Numbers:
+    """Detect that a quarter (`IDLE`) more of a mixture's experts get no tokens than in the first steps."""
+    shares = history["router/idle_experts"]
+    if len(shares) < 2 * window:
+        return None
+    first, now = fmean(shares[:window]), fmean(shares[-window:])
+    return (now, first) if now - first >= IDLE else None
+
+
 CHECKS: dict[Check, str] = {
     reward_constant: "every response of the first {0} steps was scored {1:g}, so there is nothing to learn "
     "from. Look at the responses and their scores (tandem samples RUN). If the scores are right, start with "
@@ -162,6 +172,9 @@ CHECKS: dict[Check, str] = {
     updates_too_far: "within a step, the policy moves by {0:.2g} nats per token, and {1:.0%} of the tokens "
     "are clipped. Lower actor_rollout_ref.actor.optim.lr, or make fewer updates per step (a larger "
     "actor_rollout_ref.actor.ppo_mini_batch_size, fewer actor_rollout_ref.actor.ppo_epochs)",
+    experts_idle: "{0:.0%} of the experts get no token in an update, and {1:.0%} in the first steps: the "
+    "routers choose ever fewer experts. Go back to an earlier checkpoint, and set "
+    "actor_rollout_ref.model.mixture.router_aux_loss_coef, or lower actor_rollout_ref.actor.optim.lr",
 }
 """A dict from check to its warning, with placeholders for the check's numbers."""
 
@@ -170,7 +183,7 @@ READ = frozenset(
     {
         *("reward/mean", "reward/min", "reward/max", "reward/zero_std_share", "response_length/clip_ratio"),
         *("actor/entropy", "actor/kl", "actor/ppo_kl", "actor/clip_fraction"),
-        *("actor/grad_norm", "sft/grad_norm", "rm/grad_norm"),
+        *("actor/grad_norm", "sft/grad_norm", "rm/grad_norm", "router/idle_experts"),
     }
 )
 """The metrics that the checks read."""

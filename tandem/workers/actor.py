@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -19,13 +20,15 @@ from tandem.config.root import TrainConfig
 from tandem.engines.rollout.base import RolloutEngine
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.registry import make_rollout_engine
-from tandem.engines.train.base import TrainEngine
+from tandem.engines.train.base import MicroBatching, TrainEngine
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.errors import ConfigError
 from tandem.models.loading import load_config
+from tandem.models.routing import ROUTED
 from tandem.models.vocabulary import check_vocabulary
 from tandem.observability.metrics import Metrics
 from tandem.observability.run import RunFolder
+from tandem.protocol import DataProto, Ragged
 from tandem.runtime import Dispatch, register
 from tandem.workers.actor_part import ActorPart
 from tandem.workers.base import EngineWorker, seeded
@@ -61,7 +64,8 @@ class ActorWorker(EngineWorker):
         reference: The name of the reference policy of the part "ref", if the config has several.
 
     Raises:
-        ModelError: The vocabulary of a reference policy differs from that of the policy.
+        ModelError: The vocabulary of a reference policy differs from that of the policy, or the choice of
+            experts shall be replayed but cannot be recorded.
         ConfigError: The rollout engine cannot receive weights, but the policy is trained.
     """
 
@@ -92,6 +96,8 @@ class ActorWorker(EngineWorker):
         if "actor" in parts:
             optim = policy.actor.optim
             engine = self._add_engine("actor", policy.actor, optim, total_steps, updates_per_step)
+            if policy.actor.router_replay.mode != "disabled":
+                self._check_experts(engine)
             self.parts["actor"] = self.actor_part(
                 config, engine, recompute_old=recompute_old, old_outputs=old_outputs
             )
@@ -134,6 +140,16 @@ class ActorWorker(EngineWorker):
             )
         return self.hold(role, engine)
 
+    def _check_experts(self, engine: TrainEngine) -> None:
+        """Check that the model's choice of experts can be recorded, with one token.
+
+        Raises:
+            ModelError: It cannot be recorded.
+        """
+        token = DataProto({"tokens": Ragged.from_list([[0]], dtype=torch.int64)})
+        with self.on_device(engine):
+            engine.forward(token, outputs=frozenset({ROUTED}), micro=MicroBatching())
+
     def _reference_engine(self, tokenizer: PreTrainedTokenizerBase, reference: str) -> TrainEngine:
         policy = self._config.actor_rollout_ref
         path, remote = policy.ref.references[reference].path, policy.model.trust_remote_code
@@ -161,6 +177,7 @@ class ActorWorker(EngineWorker):
             model_path=model.path,
             trust_remote_code=model.trust_remote_code,
             dtype=policy.compute_dtype,
+            records_experts=self._config.actor_rollout_ref.actor.router_replay.mode == "R3",
             log_file=self.run.logs / f"{rollout.name}_server_rank_{self.rank}.log",
             log=say,
             say=say,

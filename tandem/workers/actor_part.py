@@ -10,6 +10,7 @@ from torch import Tensor
 from tandem.config.root import TrainConfig
 from tandem.engines.train.base import TrainEngine
 from tandem.engines.weight_sync import Digest, Sent, WeightBucket, buckets
+from tandem.models.routing import MISSED, ROUTED
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
@@ -39,7 +40,9 @@ class ActorPart:
         self._actor = config.actor_rollout_ref.actor
         self._rollout = config.actor_rollout_ref.rollout
         self._adapters = config.actor_rollout_ref.model.lora_rank > 0
-        self._outputs = old_outputs | {"log_probs"}
+        self._replay = self._actor.router_replay.mode
+        of_mode = {"R2": {ROUTED}, "R3": {MISSED}}.get(self._replay, set())
+        self._outputs = old_outputs | {"log_probs"} | of_mode
         correction = config.algorithm.rollout_correction
         self._bypasses = correction.bypass_mode
         self.loss = ActorLoss.from_config(
@@ -55,9 +58,12 @@ class ActorPart:
         """Return the log-probs `old_log_probs`, ragged fp32 (fp64 for an fp64 model), in nats.
 
         The result also has the columns in `old_outputs`: `sum_pi_squared`, `entropy` in nats, and `ref_kl` in
-        nats. For `ref_kl` the batch needs the column `ref_hidden`. This method also measures the difference
-        between the computed log-probs and the rollout engine's log-probs.
+        nats. For `ref_kl` the batch needs the column `ref_hidden`. With router_replay.mode=R2, the result
+        also has the choice of experts, `routed_experts`. This method also measures the difference between the
+        computed log-probs and the rollout engine's log-probs. With mode R3, it measures how many of the
+        rollout's experts the routers would not choose here, `rollout/experts_differ`.
         """
+        self._check_experts(batch)
         micro = micro_batching(self._rollout.log_prob_batching)
         with worker.working("old_log_prob", self.engine):
             computed = self.engine.forward(batch, outputs=self._outputs, micro=micro)
@@ -66,7 +72,12 @@ class ActorPart:
         if columns and len(out.values) and self.engine.share.leads:
             add_rollout_gap(worker.observed, out.values, columns, batch.ragged("response_mask").values)
             self._add_evidence(worker, batch)
-        others = {name: column for name, column in computed.batch.items() if name != "log_probs"}
+        if MISSED in computed and self.engine.share.leads:
+            missed, mixtures = computed.ragged(MISSED), self.engine.mixtures
+            inputs = len(missed.values) - len(missed)  # the last token of a sequence is no input
+            chosen = float(inputs * mixtures.layers * mixtures.each)
+            worker.observed.add_mean("rollout/experts_differ", float(missed.values.sum()), chosen)
+        others = {n: column for n, column in computed.batch.items() if n not in ("log_probs", MISSED)}
         return DataProto({"old_log_probs": out, **others})
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, mesh="actor", collect="first")
@@ -86,6 +97,10 @@ class ActorPart:
             )
         if self.engine.share.leads:
             worker.observed = Metrics.merged([worker.observed, measured])
+
+    def _check_experts(self, batch: DataProto) -> None:
+        if self._replay == "R3":
+            batch.ragged(ROUTED)  # a DataError if the samples lack the rollout's experts
 
     def _add_evidence(self, worker: EngineWorker, batch: DataProto) -> None:
         rollout, engine = self._rollout, self.engine
@@ -112,6 +127,7 @@ class ActorPart:
             first: Whether this is the first update of the training step.
             entropy_coeff: The coefficient of the entropy bonus. None means the config's coefficient.
         """
+        self._check_experts(batch)
         loss = self.loss if entropy_coeff is None else self.loss.with_entropy_coeff(entropy_coeff)
         if not loss.recomputed or (first and self._bypasses):
             loss = replace(loss, compared=gap_columns(batch))

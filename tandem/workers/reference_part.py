@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.config.root import TrainConfig
 from tandem.engines.train.base import REFERENCE, TrainEngine
 from tandem.engines.weight_sync import Arrival, WeightBucket, check_copy
+from tandem.models.routing import ROUTED
 from tandem.protocol import DataProto
 from tandem.runtime import Dispatch, register
 from tandem.workers.base import EngineWorker, micro_batching
@@ -58,6 +59,7 @@ class ReferencePart:
         the token. `ref_hidden` needs the memory of one hidden state per token.
         """
         micro = micro_batching(self._batching)
+        batch = batch.select([name for name in batch.batch if name != ROUTED])  # it has its own routers
         with worker.working("ref", self.engine):
             out = self.engine.forward(batch, outputs=self._outputs, micro=micro, adapter=not self._borrowed)
         columns = {self._column: out.ragged("log_probs")}

@@ -55,6 +55,7 @@ class RolloutPart:
         self._longest = self._rollout.longest(config.data)
         self._sent: dict[str, Sent] = {}  # receiver → the last weights that were sent to it
         self._arrival = Arrival()
+        self._records = config.actor_rollout_ref.actor.router_replay.mode == "R3"
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, mesh="rollout")
     def generate_sequences(
@@ -65,7 +66,7 @@ class RolloutPart:
         The result has the further columns `tokens`, `response_mask`, `rollout_log_probs`, `policy_version`,
         `token_fingerprint`, `sample` and `finish_reason`. If the sampling parameters truncate or edit the
         distribution, the result also has `rollout_log_probs_untruncated`. This column is NaN if the engine
-        does not report these log-probs.
+        does not report these log-probs. With router_replay.mode=R3, it has `routed_experts`.
         """
         requests = self.requests(prompts, n, params)
         done = {
@@ -188,8 +189,10 @@ class RolloutPart:
 
         The log-probs of the batch have the dtype of the policy's outputs.
         """
-        dtype = self.policy.output_dtype
-        return rollout_batch(table, requests, samples, dtype=dtype, reshaped=params.reshapes)
+        dtype, mixtures = self.policy.output_dtype, self.policy.mixtures if self._records else None
+        return rollout_batch(
+            table, requests, samples, dtype=dtype, reshaped=params.reshapes, mixtures=mixtures
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_weights(self, worker: EngineWorker, bucket: WeightBucket) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.models.routing import ROUTED, Mixtures
 from tandem.protocol import DataProto, Ragged, Request, Sample, SamplingParams
 from tandem.watch.gap import FINGERPRINT, SAMPLED, UNTRUNCATED, fingerprint
 
@@ -40,6 +41,7 @@ def rollout_batch(
     *,
     dtype: torch.dtype,
     reshaped: bool,
+    mixtures: Mixtures | None = None,
 ) -> DataProto:
     """Convert samples to a batch.
 
@@ -54,10 +56,10 @@ def rollout_batch(
         reshaped: Whether the sampled distributions differ from softmax(logits / temperature). If so, a column
             with the log-probs under softmax(logits / temperature) is added. It is NaN if the engine does not
             report these log-probs.
+        mixtures: The mixtures of the model, if the samples have the experts that computed their tokens.
     """
     prompt_lengths = torch.tensor([len(request.prompt_ids) for request in requests], dtype=torch.int64)
-    response_lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
-    lengths = prompt_lengths + response_lengths
+    lengths = prompt_lengths + torch.tensor([len(s.token_ids) for s in samples], dtype=torch.int64)
     pieces = [part for r, s in zip(requests, samples, strict=True) for part in (r.prompt_ids, s.token_ids)]
     ids = np.concatenate(pieces) if pieces else np.empty(0)
     tokens = Ragged.from_lengths(torch.from_numpy(ids).to(torch.int64), lengths)
@@ -82,6 +84,10 @@ def rollout_batch(
             for s in samples
         ]
         batch[UNTRUNCATED] = on_response(given, dtype)
+    if mixtures is not None:
+        empty = torch.empty(0, mixtures.layers, mixtures.each, dtype=mixtures.dtype)
+        chosen = [torch.from_numpy(s.routed_experts) for s in samples if s.routed_experts is not None]
+        batch[ROUTED] = tokens.with_values(torch.cat([empty, *chosen]))
     arrays: dict[str, np.ndarray | list[Any]] = {
         **table.non_tensor_batch,
         "sample": [request.sample for request in requests],

@@ -111,6 +111,8 @@ T.device=cuda M.override_config.attn_implementation=flash_attention_2
 FS.full_determinism=true A.use_kl_loss=true | FS.full_determinism=true REF.fsdp_config.full_determinism=false
 M.lora_rank=8 M.target_modules=[q_proj,v_proj] M.exclude_modules=v_proj | M.target_modules=[q_proj, v_proj]
     M.exclude_modules=[v_proj] M.without_adapters.lora_rank=0
+M.lora_rank=8 M.target_modules=[] M.target_parameters=experts.down_proj
+    | M.target_modules=[] M.target_parameters=[experts.down_proj]
 M.lora.rank=8 M.lora.alpha=4 M.lora.target_modules=[q_proj]
     | M.lora_rank=8 M.lora_alpha=4 M.target_modules=[q_proj]
 GAE M.lora_rank=32 M.lora_alpha=32 M.target_modules=all-linear M.exclude_modules=null critic.model.lora_rank=8

@@ -142,15 +142,23 @@ UNEVEN = """
 4 8 2 32 2 | R.name=native R.tensor_model_parallel_size=4 | got: 4 devices, num_key_value_heads 2 in
 4 6 3 32 2 | R.name=vllm R.tensor_model_parallel_size=4
     | got: 4 devices, num_attention_heads 6, num_key_value_heads 3 in
+8 12 2 6 3 qwen3_moe 6 | E=3 | got: 3, with 8 devices
+8 12 2 6 3 qwen3_moe 6 | E=4 | got: 4 devices, num_experts 6 in
+8 12 2 6 3 qwen3_moe 8 | T=2 E=8 | got: 8, with 4 devices
+8 12 2 6 3 qwen3_moe 8 | FS.fsdp_size=2 E=4 | got: 4, with 2 devices
+8 12 2 6 3 qwen3 | E=2 | got: 2 devices, no experts in // 1, or a model with experts // set E=1
 8 12 2 6 4 gpt2 | T=2 | got: 2, model_type gpt2 in // granite, // set T=1
 8 12 2 6 4 granite | S=2 | got: 2, model_type granite in // gpt_oss, // set S=1
 """
 """Devices; a model's heads, heads of keys and values, width, layers and type; words with names of `RANKS`."""
 RANKS = {
     "T=": "A.fsdp_config.tensor_parallel_size=", "U=": "A.ulysses_sequence_parallel_size=",
-    "S=": "A.fsdp_config.pipeline_parallel_size=",
+    "S=": "A.fsdp_config.pipeline_parallel_size=", "E=": "A.fsdp_config.expert_parallel_size=",
 }  # fmt: skip
-SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers", "model_type")
+SIZES = (
+    *("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers", "model_type"),
+    "num_experts",
+)
 
 
 @pytest.mark.parametrize(("given", "said"), [*rows(POOLS), *rows(MODELS), *rows(ENGINES)])

@@ -149,7 +149,7 @@ M.gradient_checkpointing_mode=ops M.gradient_checkpointing_ops=[matmul, atention
 M.gradient_checkpointing_mode=some | unknown value // one of auto, full, first, every, ops
 M.enable_activation_offload=true M.activation_offload_mode=asynch | one of async, sync // did you mean async?
 M.lora_rank=8 M.target_modules=[all-linear,q_proj] | cannot be combined // got: ('all-linear', 'q_proj')
-M.lora_rank=8 M.target_modules=[] | the list is empty
+M.lora_rank=8 M.target_modules=[] | the list is empty // if M.target_parameters has names
 M.lora_rank=8 M.lora_adapter_path=/nowhere | not a folder of adapters
 M.lora_rank=-1 | out of range
 M.lora_rank=8 M.lora_alpha=0 | out of range
@@ -213,6 +213,7 @@ RM.model.enable_activation_offload=true | only if the model is trained
 M.lora_alpha=32 | only if M.lora_rank is above 0
 M.target_modules=[q_proj] | got: ('q_proj',) // only if M.lora_rank is above 0
 M.exclude_modules=[q_proj] | got: ('q_proj',) // only if M.lora_rank is above 0
+M.target_parameters=[down_proj] | got: ('down_proj',) // only if M.lora_rank is above 0
 critic.model.lora_alpha=8 | only if critic.model.lora_rank is above 0
 sft: model.lora_alpha=4 | only if model.lora_rank is above 0
 RM.model.lora_rank=8 | has no effect

@@ -48,7 +48,7 @@ def test_a_command_passes_or_is_refused_for_keys_that_are_listed(name, here):
 
 
 def test_the_counts():
-    assert counts() == {"text": (34, 34), "turns": (0, 6), "vision": (15, 17), "megatron": (6, 8)}
+    assert counts() == {"text": (34, 34), "turns": (0, 6), "vision": (15, 17), "megatron": (8, 8)}
     assert sum(bool(refused(name)) for name in COMMANDS) == len(REFUSED)
 
 

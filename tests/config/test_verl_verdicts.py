@@ -126,14 +126,13 @@ reward.reward_model.rollout.dtype=float16
 reward.reward_manager.name=batch
 A.load_weight=false
 A.megatron.override_mcore_model_config.moe_router_topk=2
-A.megatron.override_transformer_config.moe_z_loss_coeff=0.01
+A.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss
 REF.megatron.override_transformer_config.moe_router_topk=2
 R.dtype=float16
 R.multi_turn.tool_config_path=tools.yaml
 T.v1.trainer_mode=separate_async
 D.image_patch_size=14 D.datagen.path=a.py
 M.override_config.attention_dropout=0.1
-M.override_config.moe_config.freeze_moe_router=true
 M.override_config.model_config.max_position_embeddings=9
 T.max_actor_ckpt_to_keep=3 T.max_critic_ckpt_to_keep=2 | contradicts T.max_actor_ckpt_to_keep
 """
@@ -173,6 +172,13 @@ T.n_gpus_per_node=2 A.megatron.tensor_model_parallel_size=2 A.megatron.pipeline_
     | FS.tensor_parallel_size=2
 R.seed=7 A.data_loader_seed=8 | T.seed=7 D.seed=7
 A.data_loader_seed=8 A.shuffle=true | T.seed=8
+M.override_config.moe_config.freeze_moe_router=true | M.mixture.freeze_router=true
+A.megatron.override_transformer_config.moe_z_loss_coeff=0.01 | M.mixture.router_z_loss_coef=0.01
+A.megatron.override_transformer_config.moe_aux_loss_coeff=0.1
+    A.megatron.override_transformer_config.moe_router_load_balancing_type=seq_aux_loss
+    | M.mixture.router_aux_loss_coef=0.1
+critic.megatron.override_transformer_config.moe_router_bias_update_rate=0.001
+    | critic.model.mixture.router_bias_update_rate=0.001
 FS.seed=9 | T.seed=0
 FS.seed=9 FS.full_determinism=true | T.seed=9
 R.prompt_length=512 D.max_prompt_length=512 | D.max_prompt_length=512
@@ -202,8 +208,6 @@ A.optim.min_lr=1e-7 | A.optim.lr_decay_style=linear
 A.optim.lr_wsd_decay_style=exponential | A.optim.lr_decay_style=WSD
 F.max_inflight_gen_batches=2 | F.enable=true
 RM.max_length=4096 | RM.enable=true
-A.megatron.override_transformer_config.moe_aux_loss_coeff=0.01
-    | A.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss
 """
 
 

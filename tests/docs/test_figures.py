@@ -283,8 +283,13 @@ def demo_tasks(file: Any) -> Shown:
 
 
 def families_learn(file: Any) -> Shown:
-    for family, run in file["families"].items():
-        yield "docs/models.md", f"| `{family}` | " + " | ".join(f"{right:.3f}" for _, right in run["curve"])
+    for name, run in file["families"].items():
+        loads = {key.removeprefix("router/"): run[key] for key in run if key.startswith("router/load")}
+        place = "docs/mixtures.md" if loads else "docs/models.md"
+        yield place, f"| `{name}` | " + " | ".join(f"{right:.3f}" for _, right in run["curve"])
+        for load, values in loads.items():  # of the first update, and of every fifth
+            shown = " | ".join(f"{values[max(step, 1) - 1]:.2f}" for step, _ in run["curve"])
+            yield place, f"| `{name}`: {load} | {shown}"
 
 
 def healthy_runs(file: Any) -> Shown:
@@ -328,14 +333,32 @@ def bench(file: Any) -> Shown:
     yield "docs/bench.md", f"of {operations:.1f} GFLOP/s and {copied:.1f} GB/s"
 
 
+def routing_replay(file: Any) -> Shown:
+    first, second = (
+        {
+            mode: one(file["rows"], model=model, passes="rollout, old", mode=mode)
+            for mode in ("disabled", "R3")
+        }
+        for model in ("qwen3_moe", "deepseek_v3")
+    )
+    shares = [f"{100 * each['disabled']['experts_differ']:.1f}%" for each in (first, second)]
+    yield "docs/mixtures.md", "{} of the experts differently in a Qwen3-MoE and {} in".format(*shares)
+    plain, replayed = (
+        [f"{each[mode]['log_prob_diff_max']:.2f}" for each in (first, second)] for mode in ("disabled", "R3")
+    )
+    words = f"{plain[0]} and {plain[1]} nats without replay, and {replayed[0]} and {replayed[1]} with R3"
+    yield "docs/mixtures.md", words
+
+
 FIGURES = (
     rollout_vs_vllm, rollout_vs_sglang, grpo_step_vs_trl, gpu_decode, gpu_step, dispatch, controller_traffic,
     log_prob_head, packing, update_vs_trl, levers, advantages, learning_curves, learning_warnings, data_rows,
     viewer, sandbox, reward_pool, demo_tasks, families_learn, healthy_runs, tutorials, scoreboard, bench,
+    routing_replay,
     *PLANS,
 )  # fmt: skip
 SHOWN = {f"{each.__name__}.json": each for each in FIGURES}
-UNSHOWN = {"weight_sync.json", "window_model.json"}
+UNSHOWN = {"mixture_model.json", "weight_sync.json", "window_model.json"}
 """Files without a figure on any page."""
 
 

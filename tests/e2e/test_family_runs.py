@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.models.weight_files import stored_tensors
 from tandem.offline.export import export_checkpoint
 from tandem.protocol import DataProto, Ragged
 from tests.e2e.shop import finish, start
@@ -27,15 +28,28 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
 IN_ROWS = ("lfm2", "qwen3_next")
 """Architectures whose sequences have rows of their own. The native engine does not sample from them."""
+ADAPTED_EXPERTS = ("gpt_oss", "glm4_moe", "qwen3_next")
 CROSSING = "phi3 crossing"
 """A model whose responses grow beyond the limit of longrope, LIMIT tokens."""
 LIMIT = 12
 SLOW_LETTERS = f"import time\n{REWARD_HEAD}\n    time.sleep(0.02)\n    return len(set(solution_str)) / 6\n"
-DIVISIONS = {"shards": "", "layers": "A.fsdp_config.tensor_parallel_size=2"}
+BALANCED = "M.mixture.router_aux_loss_coef=0.01 M.mixture.router_z_loss_coef=0.001"
+BIASED = f"{BALANCED} M.mixture.router_bias_update_rate=0.01"
+ROUTERS = {"qwen3_moe": BALANCED, "mixtral": BALANCED, "deepseek_v3": BIASED, "glm4_moe": BIASED}
+"""Architectures whose routers are balanced, and how."""
+RUNS = list(dict.fromkeys([*FAMILIES, *ROUTERS]))
+WITH_EXPERTS = ("gpt_oss", *ROUTERS, "qwen3_next")
+"""Architectures whose experts can be divided."""
+DIVISIONS = {
+    "shards": "",
+    "layers": "A.fsdp_config.tensor_parallel_size=2",
+    "experts": "A.fsdp_config.expert_parallel_size=2",
+    "experts by four": "A.fsdp_config.expert_parallel_size=4 trainer.n_gpus_per_node=4",
+}
 LEARNT = ("reward/mean", "actor/loss", "actor/entropy", "actor/grad_norm")
 
-every_family = pytest.mark.parametrize("family", slow_but(["gpt_oss"], FAMILIES))
-each_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", slow_but(["gpt_oss", "deepseek_v3"], RUNS))
+each_family = pytest.mark.parametrize("family", RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +72,7 @@ def words(lab, model):
         engine = "hf" if family in IN_ROWS else "native"
         return full_words(
             f"M.path={model(family)} R.name={engine} data.max_response_length=24 trainer.save_freq=1 steps=3",
+            ROUTERS.get(family, ""),
             lab.reward(SLOW_LETTERS),
         )
 
@@ -71,8 +86,10 @@ def whole(lab, words):
 
 
 def check_export(engine, run: Path, out: Path, tokens: list[torch.Tensor]) -> None:
-    """Compare the log-probs of an engine with those of transformers on the exported model."""
+    """Compare the weights and log-probs of an engine with those of the exported model in transformers."""
     exported = AutoModelForCausalLM.from_pretrained(export_checkpoint(run, out))
+    written, own = stored_tensors(exported), dict(engine.weights())
+    assert all(torch.equal(own[name], value) for name, value in written.items())
     found = output(engine, DataProto({"tokens": Ragged.from_list(tokens)}))
     start = 0
     for row in tokens:
@@ -118,8 +135,7 @@ def test_responses_that_cross_the_limit_of_longrope(whole, model, tmp_path):
     check_export(run.actor.actor, run.folder, tmp_path / "out", tokens[:6])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, CROSSING])
+@pytest.mark.parametrize("family", slow_but(["deepseek_v3"], [*RUNS, CROSSING]))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(lab, words, whole, family):
     name = f"{family} killed"
     folder = lab.folder / name
@@ -134,17 +150,29 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(lab, words, whole, fami
     assert_same(resumed, whole(family))
 
 
-@pytest.mark.slow
-@each_family
+@every_family
 def test_adapters_learn_and_are_merged(lab, words, tmp_path, family):
-    run = lab.run(f"{family} adapters", *words(family), "M.lora_rank=4 M.lora_alpha=8")
+    adapters = "M.lora_rank=4 M.lora_alpha=8 M.mixture.router_bias_update_rate=0"
+    more = "M.target_parameters=[experts.gate_up_proj,experts.down_proj]" if family in ADAPTED_EXPERTS else ""
+    run = lab.run(f"{family} adapters", *words(family), adapters, more)
     check_export(run.actor.actor, run.folder, tmp_path / "out", check_rollout(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ROUTERS)
+def test_a_critic_is_a_mixture_too(lab, words, family):
+    run = lab.run(f"{family} critic", *words(family), "GAE", ROUTERS[family].replace("M.", "critic.model."))
+    check_rollout(run)
+    losses = [(row["critic/router/loss"], row["router/loss"]) for row in run.rows]
+    assert losses[0][0] == pytest.approx(losses[0][1]) and losses[-1][0] != losses[-1][1]
+    assert all(row["critic/grad_norm"] > 0.01 for row in run.rows)
 
 
 @pytest.mark.slow
 @each_family
 def test_fine_tuning(school, model, tmp_path, family):
-    run = school.run("sft", family, f"model.path={model(family)} trainer.save_freq=2 steps=2")
+    routers = ROUTERS.get(family, "").replace("M.", "model.")
+    run = school.run("sft", family, f"model.path={model(family)} {routers} trainer.save_freq=2 steps=2")
     first, second = run.rows[-2:]
     assert second["sft/loss"] < first["sft/loss"]
     draw = torch.Generator().manual_seed(0)
@@ -154,17 +182,18 @@ def test_fine_tuning(school, model, tmp_path, family):
 
 CELLS = [
     (family, name)
-    for family in FAMILIES
+    for family in RUNS
     for name in DIVISIONS
     if not (family in IN_ROWS and name == "layers")
+    and (family in {"experts": WITH_EXPERTS, "experts by four": ROUTERS}.get(name, RUNS))
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "division"), CELLS)
-def test_two_ranks_on_ray_learn_the_same(lab, words, whole, ray_cluster, family, division):
+def test_ranks_on_ray_learn_the_same(lab, words, whole, ray_cluster, family, division):
     name = f"{family} {division}"
-    run = lab.run(name, *words(family), DIVISIONS[division], "trainer.n_gpus_per_node=2 trainer.device=cpu")
+    run = lab.run(name, *words(family), "trainer.n_gpus_per_node=2 trainer.device=cpu", DIVISIONS[division])
     for got, wanted in zip(run.rows, whole(family).rows, strict=True):
         assert got["rollout/log_prob_diff_max"] < 1e-4
         assert {n: got[n] for n in LEARNT} == pytest.approx(

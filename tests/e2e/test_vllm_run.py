@@ -34,6 +34,19 @@ def test_a_policy_learns_from_what_two_ranks_wrote_together(ray_cluster, tmp_pat
     assert found.equal and found.recorded["actor/grad_norm"] == run.rows[-1]["actor/grad_norm"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_updates_replay_the_experts_that_vllm_recorded(tmp_path, family):
+    lab = Lab(tmp_path)
+    model = make_family(tmp_path / family, family, head_dim=32, num_hidden_layers=3)
+    words = f"M.path={model} R.name=vllm A.router_replay.mode=R3 A.ppo_mini_batch_size=2 steps={STEPS}"
+    run = lab.run("run", lab.letters, words, "R.max_num_seqs=8 data.max_response_length=24")
+    for row in run.rows:
+        assert row["rollout/experts_differ"] < 1e-3 and row["rollout/log_prob_diff_max"] < 1e-4
+        assert 0 < row["router/differs"] < 0.5 and row["actor/grad_norm"] > 0
+    assert replay(Run(run.folder), STEPS).equal
+
+
 FAMILIES = ("gemma3_text", "olmo3", "phi3", "gpt_oss", "glm4_moe", "mixtral", "qwen3_moe")
 CHANGES = {
     "llama4_text": {

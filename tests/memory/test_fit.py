@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from docs.memory_table import EXAMPLES, PAIRS, beside_theirs, examples, fitted, fitted_pair, planned, savings
+from docs.memory_table import (
+    EXAMPLES,
+    LARGE,
+    PAIRS,
+    beside_theirs,
+    examples,
+    fitted,
+    fitted_pair,
+    large,
+    planned,
+    planned_on,
+    savings,
+)
 from tandem.bench.asked import draw
 from tandem.cli.plan import shape_of
 from tandem.config.load import load_train_config
@@ -142,6 +154,12 @@ def test_what_is_found_for_a_pair_fits(pair):
 def test_an_example_fits(file):
     _, _, made = planned(file)
     assert made.fits and made.margin > 0.05 * made.device
+
+
+@pytest.mark.parametrize("devices", [64, 128, 256, 512])
+def test_a_large_mixture_fits(devices):
+    assert planned_on(LARGE, devices).margin > 0.05 * 141 * GIB
+    assert "\n".join(large()) in (PAGE.parent / "large-models.md").read_text()
 
 
 @pytest.mark.parametrize(

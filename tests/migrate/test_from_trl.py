@@ -99,7 +99,8 @@ beta: 0.04 | A.use_kl_loss=true A.kl_loss_coef=0.04 A.kl_loss_type=low_var_kl
 warmup_steps: 0.1 | A.optim.lr_warmup_steps_ratio=0.1 A.optim.lr_scheduler_type=linear
 max_grad_norm: 0.0 | A.optim.clip_grad=1000000000.0
 weight_decay: 0.1, adam_beta2: 0.95 | A.optim.weight_decay=0.1 A.optim.betas=[0.9, 0.95]
-use_peft: true, lora_r: 8, lora_dropout: 0.0 | M.lora_rank=8
+use_peft: true, lora_r: 8, lora_dropout: 0.0, lora_target_parameters: [experts.down_proj]
+    | M.lora_rank=8 M.target_parameters=[experts.down_proj]
 use_vllm: true, vllm_importance_sampling_mode: token_truncate
     | C.rollout_is=token C.rollout_is_threshold='3.0'
 use_vllm: true | C.rollout_is=sequence

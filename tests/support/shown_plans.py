@@ -8,7 +8,8 @@ MEMORY, PROBE = "docs/memory.md", "docs/before-a-run.md"
 
 def plan_memory(file: Any) -> Shown:
     def group(name: str) -> str:
-        return "held out" if name.startswith("held out") else "windows" if ", window" in name else "designed"
+        first = {"held": "held out", "mixture": "mixtures"}.get(name.partition(" ")[0])
+        return first or ("windows" if ", window" in name else "designed")
 
     def errors(kind: str, phase: str, part: str) -> list[float]:
         rows = (row for name, row in file["rows"].items() if group(name) == kind)
@@ -18,7 +19,7 @@ def plan_memory(file: Any) -> Shown:
         known = errors(kind, phase, "total")
         return f"{median(known):.2%}", f"{max(known):.2%}"
 
-    phases, kinds = ("log_prob", "update"), ("designed", "windows", "held out")
+    phases, kinds = ("log_prob", "update"), ("designed", "windows", "mixtures", "held out")
     count = [len(errors(kind, "update", "total")) for kind in kinds]
     for kind, number in zip(kinds, count, strict=True):
         cells = [", ".join(totals(kind, phase)) for phase in phases]
@@ -27,21 +28,21 @@ def plan_memory(file: Any) -> Shown:
         yield MEMORY, f"| {kind} | {number} | {' | '.join(cells)} |"
     parts = [row["errors"][phase] for row in file["rows"].values() for phase in phases]
     off = sum(max(abs(part["gathered"]), abs(part["rest"])) > 0.1 for part in parts)
-    yield MEMORY, f"Of the {len(parts)} passes {word(off)} have a part that is off by more than a tenth"
+    yield MEMORY, f"Of the {len(parts)} passes {off} have a part that is off by more than a tenth"
     state = max(abs(part[kind]) for part in parts for kind in ("weights", "optimizer"))
     yield MEMORY, f"Weights and optimizer state are exact to {state:.1%}"
     drawn = sum(name.startswith("drawn,") and group(name) == "designed" for name in file["rows"])
     again = sum(name.startswith("drawn") for name in file["rows"]) - drawn
     shapes = "configurations of 0.5B to 72B shapes, with memory settings on and off"
-    yield MEMORY, f"{count[0]} {shapes}, {count[1]} with windows, and {count[2]}"
+    yield MEMORY, f"{count[0]} {shapes}, {count[1]} with windows, {count[2]} mixtures, and {count[3]}"
     yield MEMORY, f"these {again} are among the {count[1]}"
     yield MEMORY, f"these {drawn} are among the {count[0]}"
     most = max(abs(part["total"]) for part in parts)
     yield "README.md", f"within {most:.1%} of traces of the model's own operations"
-    (a, b), (c, d) = (totals(kind, "update") for kind in kinds[::2])
+    (a, b), (c, d) = (totals(kind, "update") for kind in kinds[::3])
     designed = f"{a} (median) and {b} (worst) in {count[0]} designed configurations"
-    yield MEASURED, f"total of the update is off by {designed}, {c} and {d} in {count[2]} held-out ones"
-    (a, b), (c, d) = (totals(kind, "log_prob") for kind in kinds[::2])
+    yield MEASURED, f"total of the update is off by {designed}, {c} and {d} in {count[3]} held-out ones"
+    (a, b), (c, d) = (totals(kind, "log_prob") for kind in kinds[::3])
     yield MEASURED, f"total of the log-prob pass is off by {a} and {b}, {c} and {d}"
     ranks = span((row["case"]["shards"] * row["case"]["tensor"] for row in file["rows"].values()), "")
     yield MEASURED, f"0.5B to 72B, {ranks} ranks"

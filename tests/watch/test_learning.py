@@ -93,6 +93,10 @@ def certain(entropy, mean=0.5):
     return run(60, reward__mean=mean, actor__entropy=then(20, 1.0, entropy))
 
 
+def idle(share):
+    return run(60, router__idle_experts=then(20, 0.1, share))
+
+
 def still(**changes):
     return run(40, actor__grad_norm=then(19, 1.0, 0.0), **changes)
 
@@ -128,6 +132,8 @@ def still(**changes):
         (still(reward__mean=1.0, reward__min=then(15, 0.0, 1.0), reward__zero_std_share=None), {}),
         (run(40, actor__kl=lambda step: step / 20), {"kl_runs_away": 25}),  # the median of 16 to 25
         (run(40, actor__kl=lambda step: 50.0 if step % 3 == 0 else 0.1), {}),  # single steps
+        *((idle(now), {"experts_idle": 30} if now > 0.35 else {}) for now in (0.36, 0.34)),
+        (run(60, router__idle_experts=0.9), {}),  # it began so
     ],
 )  # fmt: skip
 def test_a_warning_comes_at_its_step_or_not_at_all(rows, found):
@@ -194,6 +200,7 @@ def test_each_sentence_names_keys_that_exist():
         "gradient_zero": run(20, actor__grad_norm=0.0),
         "kl_runs_away": run(10, actor__kl=2.0),
         "updates_too_far": run(10, actor__ppo_kl=2.0),
+        "experts_idle": idle(0.8),
     }
     assert [check.__name__ for check in CHECKS] == list(sick)
     known = {*keys(TrainConfig), *sections(TrainConfig)}

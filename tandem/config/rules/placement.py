@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from tandem.config.cluster import CLASS_ROLES, HELPER_POOLS, PLACED_ROLES, ROLES, kind_of
 from tandem.config.facts import Model, models, size_of, type_of, uneven
-from tandem.config.model import SPLIT_LAYERS, STAGED
+from tandem.config.model import EXPERT_COUNTS, SPLIT_LAYERS, STAGED
 from tandem.config.needs import code_file
 from tandem.config.root import TrainConfig
 from tandem.config.rules.rollout import splitting
@@ -105,7 +105,8 @@ def model_split(config: TrainConfig) -> Iterator[ConfigError]:
     """Check that each model's pool and attention heads are divisible by its `fsdp_config` split sizes."""
     trainer, ref = config.trainer, config.actor_rollout_ref.ref
     own = changed(ref, "ulysses_sequence_parallel_size") or any(
-        changed(ref.fsdp_config, f"{part}_size") for part in ("fsdp", "tensor_parallel", "pipeline_parallel")
+        changed(ref.fsdp_config, f"{part}_size")
+        for part in ("fsdp", "tensor_parallel", "expert_parallel", "pipeline_parallel")
     )
     for model in models(config):
         pool = trainer.placed(model.role)
@@ -124,8 +125,9 @@ def _model_split(model: Model, devices: int) -> Iterator[ConfigError]:
     engine, path = model.engine, model.path
     fsdp, sequence = engine.section.fsdp_config, engine.section.ulysses_sequence_parallel_size
     tensor, copies, stages = fsdp.tensor_parallel_size, fsdp.fsdp_size, fsdp.pipeline_parallel_size
-    by_layer, by_stage, by_copy = (
-        engine.key(f"fsdp_config.{name}_size") for name in ("tensor_parallel", "pipeline_parallel", "fsdp")
+    by_layer, by_expert, by_stage, by_copy = (
+        engine.key(f"fsdp_config.{name}_size")
+        for name in ("tensor_parallel", "expert_parallel", "pipeline_parallel", "fsdp")
     )
     by_token = engine.key("ulysses_sequence_parallel_size")
     yield from _kinds(path, {by_layer: (tensor, SPLIT_LAYERS), by_stage: (stages, STAGED)})
@@ -136,7 +138,9 @@ def _model_split(model: Model, devices: int) -> Iterator[ConfigError]:
     yield from wrong
     parts = devices if wrong else devices // tensor
     yield from _divides(by_token, sequence, parts, remedy=f"set {by_token}=1")
-    yield from _divides(by_copy, parts if copies == -1 else copies, parts, remedy=f"set {by_copy}=-1")
+    shards = parts if copies == -1 else copies
+    yield from _divides(by_copy, shards, parts, remedy=f"set {by_copy}=-1")
+    yield from _experts(by_expert, fsdp.expert_parallel_size, path, shards)
     shared = uneven(path, tensor)
     if shared and not wrong:
         yield _unsplit(by_layer, tensor, shared, path, "FSDP shards over all devices")
@@ -174,6 +178,23 @@ def _unsplit(field: str, size: int, uneven: str, path: str, else_: str) -> Confi
         expected="a divisor of each",
         remedy=f"set {field}=1; {else_}",
     )
+
+
+def _experts(field: str, size: int, path: str, shards: int) -> Iterator[ConfigError]:
+    refused = list(_divides(field, size, shards, remedy=f"set {field}=1"))
+    yield from refused
+    if refused or size == 1 or type_of(path) is None:
+        return
+    counts = {name: count for name in EXPERT_COUNTS if (count := size_of(path, name))}
+    uneven = [f"{name} {count}" for name, count in counts.items() if count % size]
+    if uneven or not counts:
+        yield ConfigError(
+            "the model's experts cannot be divided evenly",
+            field=field,
+            got=f"{size} devices, {', '.join(uneven) or 'no experts'} in {path}",
+            expected="a divisor of the number of experts" if counts else "1, or a model with experts",
+            remedy=f"set {field}=1; FSDP shards over all devices",
+        )
 
 
 def _stages(field: str, stages: int, path: str, devices: int) -> Iterator[ConfigError]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from tandem.engines.weight_sync import Digest, module_digest
 from tandem.errors import EngineError
 from tandem.models.angles import forget_lengths
 from tandem.models.architectures import rows_attention
+from tandem.models.routing import Mixtures, Routing
 from tandem.models.small_copy import angle_limits
 from tandem.protocol import Request, Sample
 from tandem.protocol.rollout import LogprobsMode
@@ -52,6 +53,7 @@ class HFEngine(ModuleEngine):
         max_num_batched_tokens: The maximum number of prompt tokens of one batch, padding included. A longer
             prompt runs alone.
         logprobs_mode: Which log-probs samples store in `log_probs`.
+        records_experts: Whether samples contain the experts that computed their tokens.
         max_length: See `ModuleEngine`.
         own: See `ModuleEngine`.
         decode: See `ModuleEngine`.
@@ -66,6 +68,7 @@ class HFEngine(ModuleEngine):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         logprobs_mode: LogprobsMode = "processed_logprobs",
+        records_experts: bool = False,
         own: OwnWeights | None = None,
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
@@ -75,6 +78,7 @@ class HFEngine(ModuleEngine):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._logprobs_mode: LogprobsMode = logprobs_mode
+        self._records_experts = records_experts
         self._waiting: deque[Request] = deque()
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -141,14 +145,16 @@ class HFEngine(ModuleEngine):
         )
         rows = Rows(len(batch), self._logprobs_mode)
         rows.add(batch)
-        writer = _Writer(rows, self._version, self._decode)
         module: Any = self._source.module
         forget_lengths(module)
+        mixtures = module.mixtures if self._records_experts else None
+        writer = _Writer(rows, self._version, self._decode, mixtures)
         with (
             torch.no_grad(),
             borrowed(module, rows_attention(module, module.config)),
             _no_generation_defaults(module),
             module.register_forward_hook(writer.read),
+            nullcontext() if mixtures is None else mixtures.active(writer.routing),
         ):
             module.generate(
                 input_ids=ids,
@@ -165,10 +171,13 @@ class HFEngine(ModuleEngine):
         self._counters.decode_steps += writer.steps - 1
         self._counters.wrote(int(writer.rows.produced.sum()))
         self._counters.running(len(batch))
-        return [
+        samples = [
             writer.rows.sample(row, "stop" if stopped else "length")
             for row, stopped in enumerate(writer.stopped)
         ]
+        if mixtures is not None:
+            writer.add_experts(samples, [len(prompt) for prompt in prompts])
+        return samples
 
 
 @contextmanager
@@ -192,8 +201,11 @@ class _Writer(LogitsProcessor):
     output, because `generate` passes logits on only as float32.
     """
 
-    def __init__(self, rows: Rows, version: int, decode: Decode | None) -> None:
+    def __init__(self, rows: Rows, version: int, decode: Decode | None, mixtures: Mixtures | None) -> None:
         self.rows = rows
+        self.routing = Routing(records=True)
+        self._mixtures = mixtures
+        self._experts: list[Tensor] = []  # of each forward pass, (rows, tokens, L, K)
         self.done, self.stopped = np.zeros(rows.count, dtype=bool), np.zeros(rows.count, dtype=bool)
         self.steps = 0
         self._version = version
@@ -201,8 +213,20 @@ class _Writer(LogitsProcessor):
         self._logits_RV = torch.empty(0)
 
     def read(self, module: nn.Module, inputs: object, output: Any) -> None:
-        """Store the logits of the last position. This is a forward hook."""
+        """Store the logits of the last position, and the choice of experts. This is a forward hook."""
         self._logits_RV = output.logits[:, -1]
+        if self._mixtures is not None:
+            experts_TLK = self._mixtures.recorded(self.routing)
+            self._experts.append(experts_TLK.view(self.rows.count, -1, *experts_TLK.shape[1:]))
+            self.routing.chosen.clear()
+
+    def add_experts(self, samples: Sequence[Sample], prompts: Sequence[int]) -> None:
+        """Set the experts of samples, given the lengths of their prompts, which are padded on the left."""
+        experts_RTLK = torch.cat(self._experts, 1).cpu().numpy()
+        for sample, experts_TLK, length in zip(samples, experts_RTLK, prompts, strict=True):
+            first = max(prompts) - length
+            computed = experts_TLK[first : first + length + len(sample.token_ids) - 1]
+            sample.routed_experts = np.pad(computed, ((0, 1), (0, 0), (0, 0)))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits_RV = self._logits_RV

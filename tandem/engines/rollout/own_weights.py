@@ -20,8 +20,10 @@ from tandem.engines.rollout.checks import check_fits_model, check_new
 from tandem.engines.rollout.counters import Counters
 from tandem.engines.rollout.draws.stops import Decode
 from tandem.errors import EngineError
+from tandem.models.experts import EXPERTS
 from tandem.models.linear import speed_up_linears
 from tandem.models.loading import load_config
+from tandem.models.routing import Mixtures
 from tandem.models.weight_files import persistent_buffers
 from tandem.protocol import Request
 
@@ -99,6 +101,7 @@ class OwnWeights:
         if self._module is not None:
             return self._module
         config = load_config(self._path, trust_remote_code=self._trust)
+        config._experts_implementation = EXPERTS
         with _Unallocated():
             make: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
             # The buffers get the same precision as in a trainer, whose master weights are rarely below
@@ -120,6 +123,7 @@ class OwnWeights:
             module.get_submodule(owner)._buffers[leaf] = value.to(self._device)
         self._constants = persistent_buffers(module)
         speed_up_linears(module)
+        module.mixtures = Mixtures(module)  # type: ignore[assignment]
         self._module = module.eval()
         return module
 

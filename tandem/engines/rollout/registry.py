@@ -42,6 +42,7 @@ def make_rollout_engine(
     trust_remote_code: bool = False,
     dtype: torch.dtype | None = None,
     log_file: Path | None = None,
+    records_experts: bool = False,
 ) -> RolloutEngine:
     """Create the engine with the given name, without weights.
 
@@ -60,6 +61,8 @@ def make_rollout_engine(
         trust_remote_code: Whether native and hf run the model class that the folder contains.
         dtype: The dtype of the weights that the engine will get (vllm, sglang).
         log_file: The file for the output of a server that is started here. None means a temporary file.
+        records_experts: Whether samples contain the experts that computed their tokens (native,
+            hf, and vllm in this process).
     """
     common: dict[str, Any] = {"max_length": max_length, "max_num_seqs": rollout.max_num_seqs}
     common["log"] = None if rollout.disable_log_stats else log
@@ -73,7 +76,8 @@ def make_rollout_engine(
         own |= {"log": log, "log_file": log_file, "share": share}
         if name == "sglang":
             return make_sglang_engine(rollout, common, group=split.group, **own)
-        return make_vllm_engine(rollout, common, tensor_parallel_size=split.size, **own)
+        own |= {"tensor_parallel_size": split.size, "records_experts": records_experts}
+        return make_vllm_engine(rollout, common, **own)
     if name not in _ENGINES:
         known = " or ".join((*_ENGINES, "vllm", "sglang", *HTTP_ENGINES))
         raise ConfigError("there is no rollout engine of this name", field=_NAME, got=name, expected=known)
@@ -81,7 +85,7 @@ def make_rollout_engine(
     stream = None
     if model_path is not None:
         stream = OwnWeights(model_path, device, trust_remote_code=trust_remote_code)
-    common["max_num_batched_tokens"] = rollout.max_num_batched_tokens
+    common |= {"max_num_batched_tokens": rollout.max_num_batched_tokens, "records_experts": records_experts}
     return _ENGINES[name](device=device, own=stream, logprobs_mode=rollout.logprobs_mode, **common, **options)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tandem.engines.weight_sync import Digest
 from tandem.models.kernels import Kernels
 from tandem.models.parallel import Share
+from tandem.models.routing import Mixtures
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto
 
@@ -133,6 +134,8 @@ class TrainEngine(Protocol):
     """
     kernels: Kernels
     """The kernels that compute the layers and the log-probs."""
+    mixtures: Mixtures
+    """The mixtures of experts of the model."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -159,7 +162,8 @@ class TrainEngine(Protocol):
         the tokens that it marks have scores instead.
 
         Args:
-            batch: this rank's rows.
+            batch: this rank's rows. If a policy's batch has the column `routed_experts`, these experts
+                compute the tokens.
             outputs: names of the outputs to compute.
             micro: the rule that splits the rows into micro-batches.
             adapter: False: use the base model without its adapters. The result is bit for bit the same as
@@ -171,7 +175,7 @@ class TrainEngine(Protocol):
         """Take one optimizer step over a mini-batch, of which `batch` is this rank's shard.
 
         The returned metrics are already reduced over ranks. They are the metrics of the loss, grad_norm and
-        lr.
+        lr. A column `routed_experts` has the same effect as in `forward`.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite. No weight has changed.

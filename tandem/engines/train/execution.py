@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.engines.train.base import Counts, LossFn
 from tandem.engines.train.microbatch import MicroBatch
+from tandem.engines.train.routers import Routers
 from tandem.models.activation_offload import ActivationOffload
 from tandem.models.policy import PackedModel
 from tandem.observability.metrics import Metrics
@@ -77,6 +78,7 @@ class Execution:
         module: the sharded model.
         root: the root FSDP unit of the model.
         device: the device of the model.
+        routers: the routers of the model's mixtures.
         each: True: gradients are reduced in every micro-batch. False: gradients are reduced only in the last
             micro-batch.
         offload: the wrapper that offloads activations to the host. None: activations stay on the device.
@@ -88,10 +90,11 @@ class Execution:
         root: FSDPModule,
         device: torch.device,
         *,
+        routers: Routers,
         each: bool,
         offload: ActivationOffload | None = None,
     ) -> None:
-        self._module, self._root, self._device = module, root, device
+        self._module, self._root, self._device, self._routers = module, root, device, routers
         self._each, self._offload = each, offload
 
     def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:
@@ -111,15 +114,19 @@ class Execution:
         """
         found: list[Metrics] = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._routers.begin(parts)
         for index, part in enumerate(parts):
             synchronize(self._root, last=index == len(parts) - 1, each=self._each)
-            out = self._module(part.inputs, loss.outputs)
+            inputs = self._routers.observed(part)
+            out = self._module(inputs, loss.outputs)
             share, metrics = loss(out, part.columns, part.offsets, counts)
+            share = share + self._routers.losses(inputs, metrics)
             torch.autograd.backward(share)
             if self._offload is not None:
                 self._offload.report(metrics)
             found.append(metrics)
             total += share.detach()
+        self._module.mixtures.routing = None
         return Metrics.merged(found), total
 
     def broadcast(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:

@@ -14,23 +14,17 @@ from torch.distributed.fsdp import FSDPModule
 from tandem.config.fsdp import FSDPConfig
 from tandem.config.model import BackboneConfig
 from tandem.config.optim import OptimConfig
-from tandem.engines.train.base import JUDGED, REFERENCE, Counts, LossFn, MicroBatching, RecountingLoss
+from tandem.engines.train.base import Counts, LossFn, MicroBatching, RecountingLoss
 from tandem.engines.train.deterministic import repeatable
 from tandem.engines.train.division import Division
 from tandem.engines.train.execution import Execution, collected
 from tandem.engines.train.gradients import check_finite, scale
-from tandem.engines.train.microbatch import (
-    CPU_BLOCK_TOKENS,
-    MicroBatch,
-    assemble,
-    cut_alike,
-    global_counts,
-    most_tokens,
-)
+from tandem.engines.train.microbatch import MicroBatch, global_counts, micro_batches
 from tandem.engines.train.module import Kind, Settings, check_options, unsharded_module
 from tandem.engines.train.optim import learning_rate
 from tandem.engines.train.pipelined import Pipelined
 from tandem.engines.train.recomputation import Recomputation
+from tandem.engines.train.routers import Routers
 from tandem.engines.train.stages import Stages
 from tandem.engines.train.state import TrainState
 from tandem.engines.weight_sync import Digest
@@ -44,7 +38,6 @@ from tandem.models.packed_verdict import LIMITS, require_packed
 from tandem.models.parallel import shard
 from tandem.models.pipeline import present
 from tandem.models.policy import varied
-from tandem.models.tensor_parallel import parallelize
 from tandem.models.wrap import wrapped
 from tandem.observability.metrics import Metrics
 from tandem.protocol import DataProto, Ragged
@@ -101,15 +94,15 @@ class FSDPEngine:
         self._meter = CollectiveMeter()
         division = Division.of(model_path, settings, sequence_parallel, self._meter)
         self.grid, self.share, self._division = division.grid, division.grid.share, division
-        self.unshards = division.tensor is None and division.pipeline is None and not model.lora_rank
+        self.unshards = division.whole and not model.lora_rank
         self._data_group = self.grid.work["data"].get_group()  # the ranks with different rows
         self.module, files = unsharded_module(kind, model_path, settings, temperature=temperature)
         division.check_layout(self.module)
-        self.kernels = self.module.kernels
+        self.kernels, self.mixtures = self.module.kernels, self.module.mixtures
+        self._routers = Routers(self.module, model.mixture, self.grid, self._meter)
         units = wrapped(self.module, fsdp.wrap_policy)
         stages = None if division.pipeline is None else Stages(division.pipeline, self.module)
-        if division.tensor is not None:
-            parallelize(self.module, division.tensor)
+        division.divide(self.module)
         self._units, switch = self._sharded(units)
         if files is not None:
             files.fill(self.module, device)
@@ -117,9 +110,12 @@ class FSDPEngine:
         self._recomputation = Recomputation(switch, self.module, self._units, division, settings, say)
         each, root = self._recomputation.reduces_each, self._units[-1]
         if stages is None:
-            self._execution = Execution(self.module, root, device, each=each, offload=self.activation_offload)
+            offload = self.activation_offload
+            self._execution = Execution(
+                self.module, root, device, routers=self._routers, each=each, offload=offload
+            )
         else:
-            self._execution = Pipelined(self.module, root, settings, stages, each=each)
+            self._execution = Pipelined(self.module, root, settings, stages, routers=self._routers, each=each)
         self._warm_up(kind, model_path)
         self._state = TrainState(self.module, optim, self._meter, self.grid, stages)
 
@@ -144,6 +140,7 @@ class FSDPEngine:
             self.module,
             present(units, self.module),
             self.grid.fsdp,
+            experts=self._division.experts,
             compute_dtype=settings.compute,
             master_dtype=settings.master,
             reshard_after_forward=self._reshard_after_forward,
@@ -180,20 +177,17 @@ class FSDPEngine:
     def _micro_batches(
         self, batch: DataProto, columns: frozenset[str], micro: MicroBatching
     ) -> Iterator[MicroBatch]:
-        kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} & set(batch.batch)
-        batch = batch.select(sorted({"tokens", *kept, *columns}), ())
-        lengths = batch.ragged("tokens").lengths.tolist()
-        block_tokens = CPU_BLOCK_TOKENS if self.device.type == "cpu" else None
-        stages, ranks, fill = self.grid.work["pp"].size(), self.grid.work["sequence"].size(), 0
-        padded = not self._settings.model.use_remove_padding
-        sizes: Any = {"block_tokens": block_tokens, "least": stages, "padded": padded or self.module.in_rows}
-        parts = cut_alike(lengths, micro.over(ranks), self._meter, **sizes)
-        layout = {"pad_to_longest": padded, "whole": self.module.whole_sequences}
-        if stages > 1:
-            fill = most_tokens(batch, parts, **layout)
-        split = self._division.sequence
-        for rows in parts:
-            yield assemble(batch, rows, columns, device=self.device, split=split, fill=fill, **layout)
+        return micro_batches(
+            batch,
+            columns,
+            micro,
+            module=self.module,
+            split=self._division.sequence,
+            stages=self.grid.work["pp"].size(),
+            padded=not self._settings.model.use_remove_padding,
+            meter=self._meter,
+            device=self.device,
+        )
 
     def forward(
         self,
@@ -245,7 +239,8 @@ class FSDPEngine:
         counts = global_counts(batch, self._meter, self._data_group)
         lr = learning_rate(self._optim, self.version // self._updates_per_step, self._total_steps)
         micro_batches = list(self._micro_batches(batch, loss.columns, micro))
-        self._recomputation.fit(micro_batches, micro, self._try_forward)
+        with repeatable(self._fsdp):
+            self._recomputation.fit(micro_batches, micro, self._try_forward)
         self._interrupted = True
         try:
             with repeatable(self._fsdp):
@@ -254,6 +249,7 @@ class FSDPEngine:
                 if isinstance(loss, RecountingLoss):
                     factor = loss.recount(metrics, counts)
                     if factor == 0:
+                        self._routers.finish(metrics, update=False)
                         return metrics
                     scale(self.module.parameters(), factor)
                     total = total * factor
@@ -263,6 +259,7 @@ class FSDPEngine:
         finally:
             self.module.zero_grad(set_to_none=True)
             self._reshard()
+        self._routers.finish(metrics, update=True)
         self.version += 1
         metrics.add_mean("grad_norm", grad_norm, 1.0)
         metrics.add_max("lr", lr)
@@ -292,7 +289,7 @@ class FSDPEngine:
         """Yield the whole module, in evaluation mode; see `TrainEngine.unsharded`.
 
         Raises:
-            EngineError: the model is split by tensor or pipeline parallelism, or has adapters; see
+            EngineError: the model is divided by tensor, expert or pipeline parallelism, or has adapters; see
                 `unshards`.
         """
         self._division.check_whole()

@@ -18,7 +18,7 @@ from tandem.checkpoint.sharded import ShardReader, load_shards
 from tandem.engines.train.shards import copy_checksum, gathered, part_checksum
 from tandem.errors import CheckpointError, EngineError
 from tandem.models.collectives import CollectiveMeter
-from tandem.models.lora import adapted_layers, factors, is_adapter, merged, scaling_of
+from tandem.models.lora import adapted_layers, factors, is_adapter, merged, scaling_of, weight_name
 from tandem.models.parallel import Grid
 from tandem.models.tensor_group import joined, local, place
 
@@ -42,7 +42,8 @@ class Adapters:
     """
 
     def __init__(self, module: nn.Module, meter: CollectiveMeter, grid: Grid) -> None:
-        self._layers = {layer.base_layer.weight: layer for layer in adapted_layers(module).values()}
+        layers = adapted_layers(module).values()
+        self._layers = {getattr(layer.get_base_layer(), weight_name(layer)): layer for layer in layers}
         self._meter = meter
         self._grid = grid
         self._base: dict[str, Tensor] | None = None
@@ -61,8 +62,8 @@ class Adapters:
         if layer is None:
             return weight.detach()
         a, b = (gathered(factor.detach(), factor.dtype, self._meter) for factor in factors(layer))
-        rows, columns = place(weight)
-        part = merged(local(weight.detach()).to(a.dtype), a[:, columns], b[rows], scaling_of(layer))
+        part = local(weight.detach()).to(a.dtype)
+        part = merged(layer, part, a, b, scaling_of(layer), place(weight))
         assert isinstance(weight, DTensor), "the weight is not sharded: the model is unsharded now"
         return joined(part, weight._spec)
 
@@ -130,8 +131,8 @@ class Adapters:
                     got=f"{path}: {len(lacks)} tensors are missing, {len(more)} are not expected and "
                     f"{len(shaped)} have the wrong shape, for example {first} {have.get(first, '')}".rstrip(),
                     expected=f"{len(want)} tensors, for example {first} {want.get(first, '')}".rstrip(),
-                    remedy="resume with the lora_rank, target_modules and model.path of the run that saved "
-                    "the checkpoint",
+                    remedy="resume with the lora_rank, target_modules, target_parameters and model.path of "
+                    "the run that saved the checkpoint",
                 )
         base, scaling = {name: value.clone() for name, value in state[BASE].items()}, state[SCALING].clone()
         load_shards({BASE: base, SCALING: scaling}, reader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,9 @@ from tandem.engines.weight_sync import buckets
 from tandem.errors import NoTokensError
 from tandem.models.collectives import CollectiveMeter
 from tandem.models.packing import PackedInputs, input_lengths, pack
+from tandem.models.policy import PackedModel
+from tandem.models.routing import ROUTED, Routing
+from tandem.models.sequence_parallel import SequenceSplit
 from tandem.protocol import DataProto, Ragged
 
 # On a CPU, larger micro-batches need more memory and are not faster, because their activations do not fit
@@ -45,6 +48,45 @@ def global_counts(batch: DataProto, meter: CollectiveMeter, group: dist.ProcessG
     if int(both[0]) == 0:
         raise NoTokensError("no response token in the whole mini-batch", field="response_mask")
     return Counts(tokens=int(both[0]), sequences=int(both[1]))
+
+
+def micro_batches(
+    batch: DataProto,
+    columns: frozenset[str],
+    rule: MicroBatching,
+    *,
+    module: PackedModel,
+    split: SequenceSplit | None,
+    stages: int,
+    padded: bool,
+    meter: CollectiveMeter,
+    device: torch.device,
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of one rank's rows, the same number on every rank. Collective.
+
+    Args:
+        batch: the rank's rows; see `assemble`.
+        columns: the names of the columns for the loss.
+        rule: the rule for the micro-batches.
+        module: the model.
+        split: the ranks that share the tokens of each micro-batch.
+        stages: the number of pipeline stages.
+        padded: whether sequences are padded to the longest of their micro-batch.
+        meter: the meter for the collectives.
+        device: the model's device.
+    """
+    kept = {"response_mask", "sequence_lengths", REFERENCE, JUDGED} | module.replays
+    batch = batch.select(sorted({"tokens", *columns, *(kept & set(batch.batch))}), ())
+    lengths = batch.ragged("tokens").lengths.tolist()
+    block_tokens = CPU_BLOCK_TOKENS if device.type == "cpu" else None
+    rule = rule if split is None else rule.over(split.size)
+    sizes: Any = {"block_tokens": block_tokens, "least": stages, "padded": padded or module.in_rows}
+    parts = cut_alike(lengths, rule, meter, **sizes)
+    layout = {"pad_to_longest": padded, "whole": module.whole_sequences}
+    fill = most_tokens(batch, parts, **layout) if stages > 1 else 0
+    layout |= {"origins": module.mixtures.layers > 0}
+    for rows in parts:
+        yield assemble(batch, rows, columns, device=device, split=split, fill=fill, **layout)
 
 
 def cut_alike(
@@ -203,7 +245,7 @@ def assemble(
         batch: the rank's rows. The column `tokens` is required. `response_mask` limits the outputs to
             response tokens. `sequence_lengths` is needed if a row contains several sequences, `ref_hidden`
             for the exact KL to the reference policy, and `judged_tokens` for a model that scores other tokens
-            than the last.
+            than the last. `routed_experts` sets the experts that compute each token.
         rows: the row indices of the micro-batch.
         columns: the names of ragged or dense columns for the loss.
         device: the model's device.
@@ -222,6 +264,11 @@ def assemble(
     if REFERENCE in part:
         hidden_TD = part.ragged(REFERENCE).values.to(device)
         inputs = replace(inputs, reference=hidden_TD.index_select(0, inputs.places))
+    if ROUTED in part:
+        assert inputs.origins is not None
+        replayed_TLK = part.ragged(ROUTED).values.to(device)
+        replayed_NLK = replayed_TLK.index_select(0, inputs.origins.clamp(min=0))  # padding has any experts
+        inputs = replace(inputs, routing=Routing(replayed_NLK))
     offsets, *values = to_device([tokens.offsets, *(flat(part, name) for name in names)], device)
     return MicroBatch(
         rows=rows,

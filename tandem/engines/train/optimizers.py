@@ -16,6 +16,7 @@ from tandem.engines.train.host_adamw import HostAdamW, adamw_state
 from tandem.engines.train.muon import Muon
 from tandem.errors import ConfigError
 from tandem.models.collectives import CollectiveMeter
+from tandem.models.lora import stacked_factors
 
 Kind = Literal["norm", "bias", "embedding", "other"]
 Groups = list[dict[str, Any]]
@@ -83,7 +84,8 @@ def build_optimizers(
     hidden: set[Tensor] = set()
     if optim.optimizer == "muon":
         inside = (p for layer in layers for p in layer.parameters())
-        hidden = {p for p in inside if p.ndim == 2 and kinds.get(p) == "other"}
+        stacks = stacked_factors(module)
+        hidden = {p for p in inside if p.ndim == 2 and kinds.get(p) == "other" and p not in stacks}
     optimizers: list[Optimizer] = []
     if groups := _groups(kinds, [p for p in kinds if p not in hidden], optim):
         optimizers.append(_adamw(groups, adamw, fused=optim.fused))

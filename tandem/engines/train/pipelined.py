@@ -21,6 +21,7 @@ from tandem.engines.train.base import Counts, LossFn
 from tandem.engines.train.execution import Execution, Run, synchronize
 from tandem.engines.train.microbatch import MicroBatch
 from tandem.engines.train.module import Settings
+from tandem.engines.train.routers import Routers
 from tandem.engines.train.stages import Stages
 from tandem.errors import TandemError
 from tandem.models.pipeline import HIDDEN
@@ -41,14 +42,22 @@ class Pipelined(Execution):
         root: the root FSDP unit of the module.
         settings: the engine's config sections, which name the schedule of a training step.
         stages: the pipeline stages of the model.
+        routers: the routers of the model's mixtures, which are not observed.
         each: True: gradients are reduced in every micro-batch. False: gradients are reduced only in the last
             micro-batch.
     """
 
     def __init__(
-        self, module: PackedModel, root: FSDPModule, settings: Settings, stages: Stages, *, each: bool
+        self,
+        module: PackedModel,
+        root: FSDPModule,
+        settings: Settings,
+        stages: Stages,
+        *,
+        routers: Routers,
+        each: bool,
     ) -> None:
-        super().__init__(module, root, settings.device, each=each)
+        super().__init__(module, root, settings.device, routers=routers, each=each)
         self._stages, self._pipeline, self._settings = stages, stages.pipeline, settings
 
     def outputs(self, parts: Iterable[MicroBatch], wanted: frozenset[str]) -> Iterator[Run]:

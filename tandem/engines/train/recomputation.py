@@ -25,11 +25,13 @@ from tandem.engines.train.microbatch import MicroBatch, most_of_ranks
 from tandem.engines.train.module import Settings
 from tandem.errors import DeviceMemoryError
 from tandem.memory.activations import FASTEST_FIRST, Decoder, LayerBytes, Recomputed, Setup, fastest_that_fits
+from tandem.memory.gathered import Gathered
 from tandem.memory.host import host_free, host_total
 from tandem.memory.shapes import model_shape
-from tandem.memory.training import CPU_TILE, TILE, Gathered, Way, reduces_each, update_moments, worst
+from tandem.memory.training import CPU_TILE, TILE, Way, reduces_each, update_moments, worst
 from tandem.models.activations import Switch
 from tandem.models.architectures import field_of
+from tandem.models.expert_parallel import experts_modules
 from tandem.models.pipeline import own_layers
 from tandem.models.policy import PackedModel
 from tandem.models.tensor_group import local
@@ -196,6 +198,7 @@ class Recomputation:
         return Setup(
             itemsize=self._settings.compute.itemsize,
             tensor=work["tp"].size(),
+            experts=self._settings.fsdp.expert_parallel_size,
             sequence=work["sequence"].size(),
             lora_rank=self._model.lora_rank,
             fused=self._module.kernels.fused,
@@ -205,19 +208,24 @@ class Recomputation:
 
     def _gathered(self) -> Gathered:
         """Return the sizes of this rank's layers and root unit when all FSDP shards are gathered."""
-        shards, layers = self._shards, own_layers(self._module)
-        inside, learns = (
-            sum(_numbers(layer, trained=only) for layer in layers) * shards for only in (False, True)
-        )
-        whole, trained = (_numbers(self._module, trained=only) * shards for only in (False, True))
+        layers = own_layers(self._module)
+        inside, learns = (sum(_numbers(layer, trained=only) for layer in layers) for only in (False, True))
+        whole, trained = (_numbers(self._module, trained=only) for only in (False, True))
         head = self._module.output_layer if self._module.kind == "policy" else None
+        group = self._division.experts
+        divided = [0 if group is None else sum(map(_numbers, experts_modules(layer))) for layer in layers]
         return Gathered(
             layers=len(layers),
             layer=inside / len(layers),
             root=whole - inside,
-            head=0 if head is None else _numbers(head) * shards,
+            head=0 if head is None else _numbers(head),
             trained_layer=learns / len(layers),
             trained_root=trained - learns,
+            largest=max(map(_numbers, layers)),
+            unit=max(_numbers(layer) - inner for layer, inner in zip(layers, divided, strict=True)),
+            experts=max(divided),
+            elsewhere=0 if group is None else (group.size - 1) * sum(divided) / len(layers),
+            stay=0 if group is None or group.shards > 1 else sum(divided),
         )
 
 
@@ -232,17 +240,23 @@ def _decoder(module: PackedModel) -> Decoder:
         "hidden_size": hidden,
         "intermediate_size": inner if isinstance(inner, int) else 4 * hidden,
         "num_attention_heads": field_of(config, "num_attention_heads") or 1,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": field_of(config, "num_hidden_layers") or 1,
         "vocab_size": config.vocab_size,
     }
-    shape = model_shape({**config.to_dict(), **sizes})
-    return replace(shape.decoder, layers=len(own_layers(module)))
+    decoder, layers = model_shape({**config.to_dict(), **sizes}).decoder, len(own_layers(module))
+    return replace(decoder, layers=layers, plain=min(decoder.plain, layers))
 
 
 def _numbers(module: nn.Module | FSDPModule, *, trained: bool = False) -> int:
-    """Count the elements of this rank's shards."""
+    """Count the elements that this rank has when FSDP has gathered its shards, if they have equal sizes."""
     whole: Any = module
-    return sum(local(p).numel() for p in whole.parameters() if p.requires_grad or not trained)
+    return sum(_gathered(p) for p in whole.parameters() if p.requires_grad or not trained)
+
+
+def _gathered(parameter: Any) -> int:
+    mesh = parameter.device_mesh
+    shards: int = mesh.size(mesh.mesh_dim_names.index("shard"))
+    return local(parameter).numel() * shards
 
 
 def _free_bytes(device: torch.device) -> int:

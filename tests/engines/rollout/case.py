@@ -1,7 +1,7 @@
 """Requests, streams of weights, engines and steps that the rollout tests share."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tandem.engines.rollout.base import RolloutEngine, SharedModule, WeightStream
 from tandem.engines.rollout.native.engine import NativeEngine
 from tandem.engines.rollout.native.paged import StepInput
+from tandem.models.routing import Routing
 from tandem.models.weight_files import stored_tensors
 from tandem.protocol import Request, Sample, SamplingParams
 
@@ -117,3 +118,21 @@ def write(engine: RolloutEngine, count: int) -> None:
     """Let the engine write so many tokens since its creation. No request ends meanwhile."""
     while engine.progress() < count:
         assert engine.poll(0.02) == []
+
+
+def _alone(model: Any, asked: Request, sample: Sample) -> np.ndarray:
+    """Return (P + R, L, K) the experts of a sequence's tokens in a forward pass of its own; then zeros."""
+    ids = torch.from_numpy(np.concatenate([asked.prompt_ids, sample.token_ids]))
+    routing = Routing(records=True)
+    with torch.no_grad(), model.mixtures.active(routing):
+        model(ids[None, :-1], use_cache=False)
+    return np.pad(routing.experts().numpy(), ((0, 1), (0, 0), (0, 0)))
+
+
+def check_experts(model: Any, requests: Iterable[Request], samples: Mapping[tuple[str, int], Sample]) -> None:
+    """Check that the recorded experts are those that compute each sequence alone."""
+    for asked in requests:
+        found, expected = samples[asked.id].routed_experts, _alone(model, asked, samples[asked.id])
+        assert found is not None
+        assert found.dtype == (np.uint8 if model.mixtures.experts <= 256 else np.int16)
+        np.testing.assert_array_equal(np.sort(found, 2), np.sort(expected, 2))

@@ -29,6 +29,11 @@ _LONG |= {"short_factor": [1.0, 1.2, 1.1, 1.0], "long_factor": [1.5, 3.0, 5.0, 8
 _DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
 _DYNAMIC |= {"max_position_embeddings": 16}
 _LONGROPE = {"original_max_position_embeddings": 16, "pad_token_id": 0, "rope_parameters": _LONG}
+_MIXTURE = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2}
+_MIXTURE |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "n_shared_experts": 1}
+_MIXTURE |= {"experts_implementation": "eager"}
+_GROUPS = {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "attention_bias": True}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
 _WIDE, _WINDOW = {"head_dim": 16}, {"head_dim": 16, "sliding_window": 6}
 _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, {"tie_word_embeddings": True}),
@@ -44,6 +49,17 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, _WINDOW | _TYPES | _EXPERTS | _ROTARY),
     "phi3_longrope": (hf.Phi3ForCausalLM, hf.Phi3Config, _LONGROPE),
     "llama4": (hf.Llama4ForCausalLM, hf.Llama4TextConfig, _WIDE | _CHUNKS | _EXPERTS),
+    "qwen3_moe": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, _WIDE | _MIXTURE | {"mlp_only_layers": [1]}),
+    "qwen2_moe": (hf.Qwen2MoeForCausalLM, hf.Qwen2MoeConfig, _MIXTURE),
+    "mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, _MIXTURE | {"sliding_window": 8}),
+    "dots1": (hf.Dots1ForCausalLM, hf.Dots1Config, _WIDE | _MIXTURE | _GROUPS),
+    "olmoe": (hf.OlmoeForCausalLM, hf.OlmoeConfig, _MIXTURE | {"pad_token_id": 0}),
+    "glm4_moe": (hf.Glm4MoeForCausalLM, hf.Glm4MoeConfig, _WIDE | _MIXTURE | _GROUPS | {"use_qk_norm": True}),
+    "deepseek_v3": (
+        hf.DeepseekV3ForCausalLM,
+        lambda **sizes: hf.DeepseekV3Config(**sizes | {"num_key_value_heads": 4}),
+        _MIXTURE | _GROUPS | _LATENT | {"v_head_dim": 8},
+    ),
 }
 
 

@@ -16,10 +16,13 @@ from tests.engines.train.models import ADAPTERS
 STEPS, SEED = 3, 3  # the seed is for the random start of adapters
 MIXED = {"model_dtype": "fp32", "dtype": "bf16"}
 FULL = {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "full"}
+KEPT = {"enable_gradient_checkpointing": False}  # recomputed layers do not compute in double precision
 PARTLY = {**FULL, "gradient_checkpointing_mode": "every", "gradient_checkpointing_layers": 2}
-FAMILIES = ("gpt_oss", "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
+MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+FAMILIES = (*MIXTURES, "gemma2", "gemma3", "olmo3", "phi3", "windowed", "glm4", "starcoder2")
 """Models with windows, sinks, soft caps or experts. They train in double precision."""
-EXPERTS, TIED = ("gpt_oss", "llama4"), ("qwen2", "deep", "gemma3")
+EXPERTS, TIED = (*MIXTURES, "llama4"), ("qwen2", "deep", "gemma3")
+ON_EXPERTS = {"target_parameters": ("experts.gate_up_proj", "experts.down_proj")}
 OFFLOADED = {"enable_activation_offload": True}
 
 FEATURES = {
@@ -50,8 +53,18 @@ FEATURES = {
     "adapters recomputed": ({"model": ADAPTERS}, {"model": FULL}),
     "adapters offloaded": ({"model": ADAPTERS}, {"model": {**FULL, **OFFLOADED}}),
     **{name: ({"of": name}, {}) for name in FAMILIES},
+    **{name: ({"of": name, "model": KEPT}, {}) for name in MIXTURES[1:]},
     "llama4": ({"of": "llama4", "precision": "fp32"}, {}),
-    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS}, {}),
+    "gpt_oss adapters": ({"of": "gpt_oss", "model": ADAPTERS | ON_EXPERTS}, {}),
+    "experts by rows": (
+        {"of": "gpt_oss", "optim": {"fused": False}},
+        {"cut": "one", "empty": True, "fsdp": {"gradient_sync": "each", "forward_prefetch": True}},
+    ),
+    "experts partly recomputed": (
+        {"of": "gpt_oss", "precision": "fp32", "optim": {"optimizer": "adamw_cpu"}},
+        {"model": {"gradient_checkpointing_mode": "ops"}, "fsdp": {"reshard_after_forward": False}},
+    ),
+    "experts offloaded": ({"of": "gpt_oss", "optim": {"optimizer": "muon"}}, {"model": OFFLOADED}),
     "olmo3 adapters": ({"of": "olmo3", "model": ADAPTERS}, {}),
     "adapters of values": ({"of": "llama", "kind": "value", "model": ADAPTERS}, {}),
 }
@@ -67,6 +80,12 @@ DIVISIONS = {
     "layers of copies": {"fsdp": {"tensor_parallel_size": 2, **COPIES}},
     "layers and tokens": {"sequence_parallel": 2, "fsdp": {"tensor_parallel_size": 2}},
     "layers by four": {"fsdp": {"tensor_parallel_size": 4}},
+    "experts": {"fsdp": {"expert_parallel_size": 2}},
+    "experts of copies": {"fsdp": {"expert_parallel_size": 2, **COPIES, "fsdp_size": 2}},
+    "experts and tokens": {"sequence_parallel": 2, "fsdp": {"expert_parallel_size": 2}},
+    "experts and layers": {"fsdp": {"expert_parallel_size": 2, "tensor_parallel_size": 2}},
+    "experts and stages": {"fsdp": {"expert_parallel_size": 2, "pipeline_parallel_size": 2}},
+    "experts by four": {"fsdp": {"expert_parallel_size": 4}},
     "stages": {"fsdp": {"pipeline_parallel_size": 2}},
     "stages of copies": {"fsdp": {"pipeline_parallel_size": 2, **COPIES}},
     "stages and layers": {"fsdp": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}},
@@ -76,13 +95,14 @@ DIVISIONS = {
 ON_TWO = {
     "shards": ("plain",),
     **{"tokens": ("plain", "gpt_oss"), "layers": ("plain", "gpt_oss"), "stages": ("plain",)},
+    "experts": ("qwen3_moe", "gpt_oss"),
 }
 STAGES = (
     *("five layers", "bf16", "values", "scores", "partly recomputed", "reduced often", "all rows at once"),
     *("one row at once", "by tokens", "a rank without rows", "muon"),
 )
 LONG_ON_TWO = {
-    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values"),
+    "shards": ("scores", "adapters", "adapters offloaded", "adapters of values", "gpt_oss adapters"),
     "copies": ("plain", "adapters"),
     "tokens": ("fp32", "values", "adapters", "gemma2", "gemma3", "llama4", "windowed"),
     "tokens of copies": ("plain",),
@@ -92,6 +112,11 @@ LONG_ON_TWO = {
         *("padded", "gemma2", "gemma3", "olmo3", "phi3", "llama4", "windowed", "glm4", "starcoder2"),
         *("gpt_oss adapters", "olmo3 adapters"),
     ),
+    "experts": (
+        *("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss adapters"),
+        *("experts by rows", "experts partly recomputed", "experts offloaded"),
+    ),
+    "experts and tokens": ("gpt_oss",),
     "stages": (*STAGES, "untied", "fp32", "padded", "gathered", "gpt_oss", "gemma3", "llama4"),
 }
 ON_FOUR = {
@@ -106,6 +131,12 @@ ON_FOUR = {
     "layers of copies": ("untied",),
     "layers and tokens": ("plain", "gpt_oss"),
     "layers by four": ("four heads",),
+    "experts": ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "experts by rows"),
+    "experts of copies": ("gpt_oss",),
+    "experts and tokens": ("gpt_oss",),
+    "experts and layers": ("gpt_oss",),
+    "experts and stages": ("gpt_oss",),
+    "experts by four": ("gpt_oss", "qwen3_moe"),
     "stages": ("plain", *STAGES, "untied"),
     "stages of copies": ("plain",),
     "stages and layers": ("plain",),
@@ -118,8 +149,13 @@ JOURNEYS = {
         "adapters": ("shards", "layers"),
         "untied": ("shards", "layers", "stages"),
         **dict.fromkeys(("muon", "foreach", "updated on the host"), ("shards",)),
+        "gpt_oss": ("shards", "experts"),
     },
-    "4 long": {"untied": ("shards", "layers", "stages"), "biases": ("shards", "layers")},
+    "4 long": {
+        "mixtral": ("shards", "experts"),
+        "untied": ("shards", "layers", "stages"),
+        "biases": ("shards", "layers"),
+    },
 }
 """By group and feature: the divisions between which checkpoints are taken."""
 GROUPS = {"2 quick": ON_TWO, "2 long": LONG_ON_TWO, "4 long": ON_FOUR}
@@ -177,7 +213,8 @@ def record(models, what, how=None, division=None):
     engine = engine_of(models, what, how, division)
     rows = my_rows(engine, batch_for(what), empty=how.get("empty", False))
     started, drawn = synthetic.weights(engine), adapters(engine)
-    with double_precision() if what.get("of") in FAMILIES else nullcontext():
+    doubled = what.get("of") in FAMILIES and "precision" not in what
+    with double_precision() if doubled else nullcontext():
         metrics, forward = train(engine, rows, what.get("kind", "policy"), how.get("cut", "three"))
     dtypes = (engine.compute_dtype, torch.bfloat16)
     return {

@@ -4,17 +4,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
@@ -39,10 +43,23 @@ CONFIGS = {
     "windowed": lambda: MistralConfig(**UNTIED | WINDOW),
     "glm4": lambda: Glm4Config(**UNTIED | NO_IDS, head_dim=8),
     "starcoder2": lambda: Starcoder2Config(**SHAPE | WINDOW | NO_IDS),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**UNTIED | INNER | NO_IDS, num_experts=8, num_experts_per_tok=3),
+    "mixtral": lambda: MixtralConfig(**UNTIED | EXPERTS | NO_IDS | {"num_local_experts": 6}),
+    "deepseek_v3": lambda: DeepseekV3Config(**UNTIED | ROUTED | LATENT | NO_IDS, first_k_dense_replace=1),
+    "glm4_moe": lambda: Glm4MoeConfig(**UNTIED | ROUTED | NO_IDS, head_dim=8, first_k_dense_replace=1),
 }
 WINDOW, KINDS = {"sliding_window": 8}, ["sliding_attention", "full_attention"]
 NO_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+INNER = {"moe_intermediate_size": 11}
+ROUTED = {
+    **{**INNER, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 1},
+    **{"n_group": 3, "topk_group": 2},
+}
+LATENT = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "num_key_value_heads": 4,
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
 CHUNKS = {
     **EXPERTS,

@@ -107,6 +107,43 @@ class ValueLoss:
         return error.sum() / counts.tokens, Metrics()
 
 
+def load_plain(folder, attention="eager"):
+    """Return transformers' own model in float64. Eager attention is exact only within `double_precision`."""
+    plain = {"attn_implementation": attention, "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
+
+
+def reference(model, batch, mode="token-mean"):
+    """Compute the loss of `SyntheticLoss` with transformers' own model, one sequence at a time.
+
+    Returns the gradients by name, the loss, and the log-probs of each sequence's tokens after the first.
+    """
+    loss, log_probs = torch.zeros((), dtype=torch.float64), []
+    mask = batch.ragged("response_mask")
+    answers = [int(row.sum()) for row in mask]
+    tokens, sequences = sum(answers), sum(count > 0 for count in answers)
+    for i, ids in enumerate(batch.ragged("tokens")):
+        log_p = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
+        picked = log_p.gather(1, ids[1:, None])[:, 0]
+        log_probs.append(picked.detach())
+        names = ("advantages", "old_log_probs", "ref_log_probs")
+        advantage, old, ref = (batch.ragged(name).row(i)[1:] for name in names)
+        ratio, gap = (picked - old).exp(), ref - picked
+        values = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        values = values + 0.05 * (log_p.exp() * log_p).sum(-1) + 0.1 * (gap.exp() - gap - 1)
+        total = (values * mask.row(i)[1:]).sum()
+        divisors = {
+            "token-mean": tokens,
+            "token-sum": 1,
+            "seq-mean-token-sum": sequences,
+            "seq-mean-token-sum-norm": sequences * 20,
+            "seq-mean-token-mean": max(1, answers[i]) * sequences,
+        }
+        loss = loss + total / divisors[mode]
+    loss.backward()
+    return {f"model.{name}": p.grad for name, p in model.named_parameters()}, float(loss.detach()), log_probs
+
+
 def make_engine(
     folder, *, precision="fp64", model=None, fsdp=None, optim=None, frozen=False, device="cpu", **options
 ):
@@ -141,7 +178,8 @@ def gradients(engine, batch, loss, micro):
 
     def take(lr, grad_norm, clip_grad):
         for name, parameter in engine.module.named_parameters():
-            taken[name] = parameter.grad.full_tensor().clone()
+            if parameter.grad is not None:
+                taken[name] = parameter.grad.full_tensor().clone()
 
     engine._state.step, kept = take, engine._state.step
     try:

@@ -53,7 +53,8 @@ class Cell:
         self.alone = alone(self.what)
         self.limit = TOLERANCE[self.what.get("precision", "fp64")]
         keys = DIVISIONS[division].get("fsdp", {})
-        self.layers, self.stages = (keys.get(f"{name}_parallel_size", 1) for name in ("tensor", "pipeline"))
+        parts = "tensor", "expert", "pipeline"
+        self.layers, self.experts, self.stages = (keys.get(f"{name}_parallel_size", 1) for name in parts)
 
 
 @pytest.fixture(
@@ -126,7 +127,7 @@ def test_each_rank_holds_its_part(cell):
 
 def test_only_whole_modules_are_lent(cell):
     for found in cell.ranks:
-        if cell.layers > 1 or cell.stages > 1 or cell.alone["trained"]:
+        if max(cell.layers, cell.experts, cell.stages) > 1 or cell.alone["trained"]:
             assert found["lent"] is None
         else:
             assert cell.what.get("kind") or torch.equal(found["lent"], found["weights"][EMBEDDING])
@@ -273,23 +274,27 @@ def test_each_stage_reads_its_own_layers(specials):
         assert rest == {EMBEDDING} | ({"model.norm.weight"} if stage else set())
 
 
-TENSOR, PIPELINE = (f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline"))
+TENSOR, EXPERT, PIPELINE = (f"fsdp_config.{n}_parallel_size" for n in ("tensor", "expert", "pipeline"))
 REFUSED = {
     2: {
         **{"layers lent": (TENSOR, 2), "stages lent": (PIPELINE, 2), "output": (None, ["values"])},
         **{"layers by 3": (TENSOR, "3 of 2 ranks"), "stages by 3": (PIPELINE, "3 of 2 ranks")},
+        **{"experts lent": (EXPERT, 2), "experts by 3": (EXPERT, "3 of 2 ranks")},
+        "no experts": (EXPERT, "2, model_type qwen2"),
+        "other experts": (EXPERT, "2, model_type llama4_text"),
         "offload": ("model.enable_activation_offload", f"true with {PIPELINE}=2"),
     },
     4: {
         "layers by 4": (TENSOR, "4, num_key_value_heads=2"),
         "stages by 4": (PIPELINE, "4, num_hidden_layers=2"),
+        "experts by 4": (EXPERT, "4, num_experts=6"),
     },
 }
 
 
 def refusals(models):
-    def lend(division):
-        with engine_of(models, DIVISIONS[division], frozen=True).unsharded():
+    def lend(division, **keys):
+        with engine_of(models, DIVISIONS[division], frozen=True, **keys).unsharded():
             pass
 
     def make(division, size, **keys):
@@ -299,9 +304,13 @@ def refusals(models):
     attempts = {
         "layers lent": lambda: lend("layers"),
         "stages lent": lambda: lend("stages"),
+        "experts lent": lambda: lend("experts", of="gpt_oss"),
+        "no experts": lambda: make("expert", 2),
+        "other experts": lambda: make("expert", 2, of="llama4"),
         "output": lambda: make("pipeline", 2),
         "offload": lambda: make("pipeline", 2, model=matrix.OFFLOADED),
         **{f"layers by {size}": lambda size=size: make("tensor", size) for size in (3, 4)},
+        **{f"experts by {size}": lambda size=size: make("expert", size, of="mixtral") for size in (3, 4)},
         **{f"stages by {size}": lambda size=size: make("pipeline", size) for size in (3, 4)},
     }
     said = {}

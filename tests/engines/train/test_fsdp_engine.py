@@ -9,7 +9,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tandem.errors import CheckpointError, DataError, EngineError, NonFiniteError
 from tandem.protocol import DataProto
 from tests.engines.train import synthetic
-from tests.engines.train.synthetic import CUTS, SyntheticLoss, make_batch, make_engine, output, train, weights
+from tests.engines.train.synthetic import (
+    CUTS,
+    SyntheticLoss,
+    load_plain,
+    make_batch,
+    make_engine,
+    output,
+    reference,
+    train,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -18,37 +28,10 @@ def engine(folder):
     return make_engine(folder)
 
 
-def reference_gradients(folder, batch, mode):
-    """Compute the same loss with transformers' own forward, one sequence at a time, in float64."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
-    mask, loss = batch.ragged("response_mask"), torch.zeros((), dtype=torch.float64)
-    answers = [int(row.sum()) for row in mask]
-    tokens, sequences = sum(answers), sum(count > 0 for count in answers)
-    for i, ids in enumerate(batch.ragged("tokens")):
-        log_p = torch.log_softmax(model(ids[None]).logits[0, :-1], -1)
-        picked = log_p.gather(1, ids[1:, None])[:, 0]
-        names = ("advantages", "old_log_probs", "ref_log_probs")
-        advantage, old, ref = (batch.ragged(name).row(i)[1:] for name in names)
-        ratio, gap = (picked - old).exp(), ref - picked
-        values = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        values = values + 0.05 * (log_p.exp() * log_p).sum(-1) + 0.1 * (gap.exp() - gap - 1)
-        total = (values * mask.row(i)[1:]).sum()
-        divisors = {
-            "token-mean": tokens,
-            "token-sum": 1,
-            "seq-mean-token-sum": sequences,
-            "seq-mean-token-sum-norm": sequences * 20,
-            "seq-mean-token-mean": max(1, answers[i]) * sequences,
-        }
-        loss = loss + total / divisors[mode]
-    loss.backward()
-    return {f"model.{name}": p.grad for name, p in model.named_parameters()}, float(loss.detach())
-
-
 @pytest.mark.parametrize("mode", synthetic.MODES)
 def test_gradient_equals_a_plain_loop_however_it_is_cut(folder, engine, mode):
     batch = make_batch()
-    wanted, loss = reference_gradients(folder, batch, mode)
+    wanted, loss, _ = reference(load_plain(folder, "sdpa"), batch, mode)
     norm = math.sqrt(sum(float(g.square().sum()) for g in wanted.values()))
     for cut, micro in CUTS.items():
         found, metrics = synthetic.gradients(engine, batch, SyntheticLoss(mode), micro)

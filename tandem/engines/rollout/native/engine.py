@@ -30,6 +30,7 @@ from tandem.engines.rollout.native.flight import Flight, in_flight
 from tandem.engines.rollout.native.memory import CacheRoom
 from tandem.engines.rollout.native.paged import groups_of
 from tandem.engines.rollout.native.plan import Index, Plan, step_input
+from tandem.engines.rollout.native.records import Records
 from tandem.engines.rollout.native.runner import Runner, RunnerName, make_runner
 from tandem.engines.rollout.native.scheduler import Scheduler
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
@@ -63,6 +64,7 @@ class NativeEngine(ModuleEngine):
         run_ahead: Whether a step is launched before the host has received the last step's tokens. None means
             yes on CUDA, no elsewhere.
         logprobs_mode: Which log-probs samples store in `log_probs`.
+        records_experts: Whether samples contain the experts that computed their tokens.
         split: This rank's shard of each layer. All ranks of the group must get the same requests and the same
             calls of `poll`.
         max_length: See `ModuleEngine`.
@@ -90,6 +92,7 @@ class NativeEngine(ModuleEngine):
         enforce_eager: bool = False,
         run_ahead: bool | None = None,
         logprobs_mode: LogprobsMode = "processed_logprobs",
+        records_experts: bool = False,
         split: LayerSplit = WHOLE,
         own: OwnWeights | None = None,
         decode: Decode | None = None,
@@ -114,7 +117,8 @@ class NativeEngine(ModuleEngine):
             chunked=enable_chunked_prefill,
             caching=enable_prefix_caching,
         )
-        make = partial(make_runner, runner, max_length=max_length, split=split)
+        make = partial(make_runner, runner, max_length=max_length, split=split, records=records_experts)
+        self._records = Records(device)
         self._steps = Steps(make, graphs, max_num_seqs, self._scheduler.blocks.width)
         self._say = say
         self._finished: list[Sample] = []
@@ -224,6 +228,10 @@ class NativeEngine(ModuleEngine):
             raise EngineError("the engine has no weights yet", remedy="call update_weights before poll")
         if self._demand_changed or not self._store.blocks:
             self._fit_cache(runner)
+        if runner.records is not None and self._scheduler.may_preempt:
+            self._accept_in_flight()  # a sequence in flight may have ended, and its blocks have the records
+            if self._finished:
+                return
         with self._restart_on_failure():
             plan = self._scheduler.schedule()
             assert plan is not None or self._flight is not None, "nothing can run"
@@ -343,10 +351,24 @@ class NativeEngine(ModuleEngine):
         self._counters.wrote(len(rows))
         if done.any():
             reasons = np.where(stopped, "stop", "length")
-            self._finished += [self._rows.sample(int(rows[i]), str(reasons[i])) for i in np.flatnonzero(done)]
+            samples = [self._rows.sample(int(rows[i]), str(reasons[i])) for i in np.flatnonzero(done)]
+            self._add_experts(samples, rows[done], flight)
+            self._finished += samples
             gone = np.zeros(self._rows.count, dtype=bool)
             gone[rows[done]] = True
             self._remove(gone)
+
+    def _add_experts(self, samples: Sequence[Sample], rows: Index, flight: Flight) -> None:
+        """Add the recorded experts, if there are any, to the samples of rows that finished with a flight."""
+        runner, cache = self._steps.runner, self._store.cache
+        if runner is None or runner.records is None or cache is None:
+            return
+        lengths = self._scheduler.prompt_length[rows] + self._rows.produced[rows]
+        slots = [
+            self._scheduler.blocks.slots(row, length - 1)
+            for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+        ]
+        self._records.add(samples, slots, cache, runner.records, flight.arrival)
 
     @torch.inference_mode()
     def _accept_in_flight(self) -> None:

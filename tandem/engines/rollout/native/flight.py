@@ -21,13 +21,14 @@ class Flight:
         rows: The row of each token. -1 if the token's sequence has ended in the meantime.
         tokens_R: The tokens, on the device.
         version: The version of the weights that computed the logits.
+        arrival: The CUDA event after the step and the copy of its tokens. None on other devices.
     """
 
     rows: Index
     tokens_R: Tensor
     version: int
+    arrival: torch.cuda.Event | None
     _fetched: Drawn
-    _arrival: torch.cuda.Event | None
 
     @classmethod
     def of(cls, rows: Index, drawn: Drawn, version: int) -> Flight:
@@ -38,17 +39,17 @@ class Flight:
         """
         device = drawn.tokens_R.device
         if device.type != "cuda":
-            return cls(rows, drawn.tokens_R, version, drawn, None)
+            return cls(rows, drawn.tokens_R, version, None, drawn)
         distinct = list({id(part): part for part in drawn}.values())
         joined = _join_bytes(distinct).to("cpu", non_blocking=True)
         arrival = torch.cuda.current_stream(device).record_event()
         fetched = dict(zip(map(id, distinct), _split_bytes(joined, distinct), strict=True))
-        return cls(rows, drawn.tokens_R, version, Drawn(*(fetched[id(part)] for part in drawn)), arrival)
+        return cls(rows, drawn.tokens_R, version, arrival, Drawn(*(fetched[id(part)] for part in drawn)))
 
     def arrived(self) -> Drawn:
         """Wait until the tokens and log-probs are on the host, and return them."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
+        if self.arrival is not None:
+            self.arrival.synchronize()
         return self._fetched
 
     def wanted(self, place: Index) -> tuple[Index, ...]:

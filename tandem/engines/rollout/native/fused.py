@@ -1,7 +1,8 @@
 """A fast forward for transformers models of the Llama family.
 
-The models Llama, Mistral, Qwen2 and Qwen3 are supported. The forward uses the model's parameters and computes
-the same arithmetic as the module, without the module's Python overhead per layer.
+The models Llama, Mistral, Qwen2 and Qwen3 are supported, and mixtures with the same attention. The forward
+uses the model's parameters and computes the same arithmetic as the module, without the module's Python
+overhead per layer.
 
 Shape suffixes as in `paged` and `ops`.
 """
@@ -19,12 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
+from tandem.engines.rollout.native.mixture import MLP, PACK_UP_TO_BYTES, mixtures_of
 from tandem.engines.rollout.native.ops import make_ops
 from tandem.engines.rollout.native.ops.base import Heads
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.engines.rollout.native.weights import MAPS, Copies, head_is_split, parts_of, places, weight_bytes
 from tandem.models.linear import can_pack, linear, pack, packed_linear
+from tandem.models.routing import Routing
 
 _ROPE_TYPES = (
     "default",
@@ -32,17 +35,24 @@ _ROPE_TYPES = (
     "llama3",
     "yarn",
 )  # rotary types whose angles depend only on the position
+_MIXTURES = (
+    *("dots1", "glm4_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    "solar_open",
+)
+_KINDS = (*PLAIN_DECODERS, *_MIXTURES)
 _PRODUCTS = (*(name for names in MAPS.values() for name in names), "lm_head")
 
 
 def why_not_fused(module: nn.Module) -> str | None:
     """Return the reason why `FusedRunner` does not support the model, or None if it does."""
     config: Any = module.config
-    if config.model_type not in PLAIN_DECODERS:
-        return f"model type {config.model_type} is not one of {', '.join(PLAIN_DECODERS)}"
+    if config.model_type not in _KINDS:
+        return f"model type {config.model_type} is not one of {', '.join(_KINDS)}"
     rope = config.rope_parameters
-    if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("rope_type", "default") not in _ROPE_TYPES:
         return f"rope parameters {rope} are not supported"
+    if getattr(config, "clip_qkv", None) is not None:
+        return "clip_qkv is not supported"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act} is not supported"
     for name, child in module.named_modules():
@@ -52,8 +62,6 @@ def why_not_fused(module: nn.Module) -> str | None:
             return f"{name} is a {type(child).__name__}, not a Linear"
     return None
 
-
-_COPY_UP_TO_BYTES = 2**31
 
 _Held = Mapping[str, Sequence[Tensor]]  # keyed by the names of `parts_of`
 
@@ -79,10 +87,10 @@ class _Layer:
     qk_norm_MD: Tensor | None
     output: _Linear
     mlp_norm_E: Tensor
-    gate_up: _Linear
-    down: _Linear
+    mlp: MLP
     next_norm_E: Tensor
     sight: Sight
+    wide_norms: tuple[Tensor, Tensor] | None  # of all queries of a token together, and of all its keys
 
 
 class FusedRunner:
@@ -99,6 +107,7 @@ class FusedRunner:
         split: This rank's shard of each layer.
         copies: Whether the runner has its own copies of all weights. New weights are then copied to the same
             addresses, and the runner uses no tensor of the module. On a CPU only tests set this.
+        records: Whether to record the choice of experts.
 
     Raises:
         ConfigError: The model's layers cannot be split as `split` requires.
@@ -107,7 +116,13 @@ class FusedRunner:
     angle_limits: tuple[int, ...] = ()
 
     def __init__(
-        self, module: nn.Module, max_length: int, split: LayerSplit = WHOLE, *, copies: bool = False
+        self,
+        module: nn.Module,
+        max_length: int,
+        split: LayerSplit = WHOLE,
+        *,
+        copies: bool = False,
+        records: bool = False,
     ) -> None:
         config: Any = module.config
         split.check(config)
@@ -123,17 +138,20 @@ class FusedRunner:
         [self.embedding_VE] = held["embedding"]
         self.dtype, self.device = self.embedding_VE.dtype, self.embedding_VE.device
         whole = weight_bytes(module.parameters())
-        self._joins = self.device.type == "cpu" and whole <= _COPY_UP_TO_BYTES and not copies
+        self._joins = self.device.type == "cpu" and whole <= PACK_UP_TO_BYTES and not copies
         self._rounds = self._joins and can_pack(self.embedding_VE)
         model: Any = module.model
         heads = self._heads(config, model.rotary_emb, max_length)
         self._ops = make_ops(heads, config.rms_norm_eps)
-        window = config.sliding_window if config.model_type == "mistral" else None
+        window = config.sliding_window if config.model_type in ("mistral", "mixtral") else None
         layers = model.layers[: config.num_hidden_layers]
         names = [f"model.layers.{index}" for index in range(len(layers))]
         norms = [*(f"{name}.input_layernorm" for name in names), "norm"]
         [self._first_norm_E] = held[norms[0]]
         self._norms: dict[str, Tensor] = {}  # norm weights of all heads, concatenated
+        self.mixtures, self._mlps = mixtures_of(module, held, self._ops.gate, packs=self._rounds)
+        self.records = self.mixtures if records else None
+        self.record_bytes = records * self.mixtures.record_bytes
         self._layers = [
             self._layer(held, name, next_norm, getattr(layer.self_attn, "sliding_window", window) or 0)
             for name, next_norm, layer in zip(names, norms[1:], layers, strict=True)
@@ -142,6 +160,8 @@ class FusedRunner:
         self._head = self._linear(held, "head" if "head" in held else "embedding")
         shape = (heads.kv_heads, heads.head_dim, heads.head_dim)
         windows = [layer.sight.window_of(max_length) for layer in self._layers]
+        if records and all(windows):
+            windows = [0] * len(windows)  # the records need blocks that stay
         self.layers = tuple(LayerShape(*shape, window) for window in windows)
 
     def _heads(self, config: Any, rotary: nn.Module, max_length: int) -> Heads:
@@ -149,21 +169,34 @@ class FusedRunner:
         heads, kv_heads = self._split.heads(config)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         positions = torch.arange(max_length, device=self.device)[None]
-        cos_PD, sin_PD = (table[0].contiguous() for table in rotary(self.embedding_VE[:1, None], positions))
-        return Heads(heads, kv_heads, head_dim, cos_PD, sin_PD, head_dim**-0.5)
+        cos_PD, sin_PD = (table[0] for table in rotary(self.embedding_VE[:1, None], positions))
+        rotated = cos_PD.shape[1]
+        cos_PD, sin_PD = (
+            F.pad(table, (0, head_dim - rotated), value=at_rest).contiguous()
+            for table, at_rest in ((cos_PD, 1.0), (sin_PD, 0.0))
+        )
+        return Heads(heads, kv_heads, head_dim, cos_PD, sin_PD, head_dim**-0.5, rotated)
 
     def _layer(self, held: _Held, name: str, next_norm: str, window: int) -> _Layer:
         if f"{name}.qk_norm" in held:
             self._norms[f"{name}.qk_norm"] = _joined(held[f"{name}.qk_norm"])
         [mlp_norm_E], [next_norm_E] = held[f"{name}.post_attention_layernorm"], held[next_norm]
-        maps = {key: self._linear(held, f"{name}.{key}") for key in MAPS}
         return _Layer(
-            **maps,
+            qkv=self._linear(held, f"{name}.qkv"),
+            output=self._linear(held, f"{name}.output"),
+            mlp=self._mlps.get(name) or self._dense(held, name),
             qk_norm_MD=self._norms.get(f"{name}.qk_norm"),
             mlp_norm_E=mlp_norm_E,
             next_norm_E=next_norm_E,
             sight=Sight(window),
+            wide_norms=(held[f"{name}.q_norm"][0], held[f"{name}.k_norm"][0])
+            if f"{name}.q_norm" in held
+            else None,
         )
+
+    def _dense(self, held: _Held, name: str) -> MLP:
+        gate_up, down = (self._linear(held, f"{name}.{key}") for key in ("gate_up", "down"))
+        return lambda x_RE: down(self._ops.gate(gate_up(x_RE)))
 
     def _linear(self, held: _Held, name: str) -> _Linear:
         """Return all linear layers with this name as one `_Linear`.
@@ -205,22 +238,38 @@ class FusedRunner:
         return None if self._copies is None else self._copies.named(parts_of(module, self._split))
 
     def forward(self, step: StepInput, attention: Attention) -> Tensor:
+        if self.records is None:
+            return self._forward(step, attention)
+        routing = Routing(records=True)
+        with self.records.active(routing):
+            logits_LV = self._forward(step, attention)
+        attention.cache.record(step, self.records.recorded(routing)[: len(step.ids_T)])
+        return logits_LV
+
+    def _forward(self, step: StepInput, attention: Attention) -> Tensor:
         summed = self._split.summed
         x_RE = F.embedding(self._rounded(step.ids_T), self.embedding_VE)
         x_RE, normed_RE = self._ops.norm(x_RE, None, self._first_norm_E)
         for index, layer in enumerate(self._layers):
-            query_RND, keys_RHD, values_RHD = self._ops.rotate(
-                layer.qkv(normed_RE), step.positions_T, layer.qk_norm_MD
-            )
+            qkv = layer.qkv(normed_RE)
+            if layer.wide_norms is not None:
+                qkv = self._wide_norms(qkv, layer.wide_norms)
+            query_RND, keys_RHD, values_RHD = self._ops.rotate(qkv, step.positions_T, layer.qk_norm_MD)
             attention.write(index, step, keys_RHD, values_RHD)
             attended_RND = attention.attend(index, step, query_RND, layer.sight)
             output_RE = summed(layer.output(attended_RND.flatten(1)))
             x_RE, normed_RE = self._ops.norm(x_RE, output_RE, layer.mlp_norm_E)
-            down_RE = summed(layer.down(self._ops.gate(layer.gate_up(normed_RE))))
-            x_RE, normed_RE = self._ops.norm(x_RE, down_RE, layer.next_norm_E)
+            x_RE, normed_RE = self._ops.norm(x_RE, summed(layer.mlp(normed_RE)), layer.next_norm_E)
         wanted_L = step.logits_L
         logits_LV = self._head(normed_RE.index_select(0, self._rounded(wanted_L)))[: wanted_L.shape[0]]
         return self._split.side_by_side(logits_LV) if self._head_is_split else logits_LV
+
+    def _wide_norms(self, qkv: Tensor, norms: tuple[Tensor, Tensor]) -> Tensor:
+        widths = [len(weight) for weight in norms]
+        *parts, values = torch.split(qkv, [*widths, qkv.shape[1] - sum(widths)], 1)
+        pairs = zip(parts, norms, strict=True)
+        normed = [self._ops.norm(part.contiguous(), None, weight)[1] for part, weight in pairs]
+        return torch.cat((*normed, values), 1)
 
     def _rounded(self, indices: Tensor) -> Tensor:
         """Return the indices, padded with zeros at the end to the length `rounded_rows`.

@@ -402,11 +402,12 @@ void norm(Element *out, Element *x, const Element *added, const Element *weight,
 
 // Rotates the queries and keys of qkv (tokens, heads + 2 kv_heads, dim). Keys are rotated in place. Queries
 // go to `query` (tokens, heads, dim) float32, multiplied by `scale` after they are rounded. cos and sin are
-// (positions, dim). If norm weights (heads + kv_heads, dim) are given, each head is normalized first.
+// (positions, dim). Only the first `rotated` elements of a head are rotated. If norm weights (heads + kv_heads,
+// dim) are given, each head is normalized first.
 void rotate(float *query, Element *qkv, const Element *cos, const Element *sin, const int64_t *positions,
             const Element *norm, float eps, float scale, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
-            int threads) {
-    const int64_t half = dim / 2;
+            int64_t rotated, int threads) {
+    const int64_t half = rotated / 2;
 #pragma omp parallel for num_threads(team(tokens *(heads + kv_heads) * dim, threads))
     for (int64_t t = 0; t < tokens; t++) {
         const Element *c = cos + positions[t] * dim, *s = sin + positions[t] * dim;
@@ -433,6 +434,7 @@ void rotate(float *query, Element *qkv, const Element *cos, const Element *sin, 
                     x[i + half] = store(second);
                 }
             }
+            for (int64_t i = rotated; is_query && i < dim; i++) q[i] = load(x[i]) * scale;
         }
     }
 }

@@ -34,7 +34,7 @@ _SIGNATURES = {
     "write": (_POINTER, _SIZE, _SIZE) * 2 + (_POINTER,) * 3 + (_SIZE,) * 5 + (_INT,),
     "attend": (_POINTER,) * 6 + (_SIZE, _POINTER) + (_SIZE,) * 8 + (_FLOAT, _POINTER, _INT),
     "norm": (_POINTER,) * 4 + (_SIZE,) * 2 + (_FLOAT, _INT),
-    "rotate": (_POINTER,) * 6 + (_FLOAT,) * 2 + (_SIZE,) * 4 + (_INT,),
+    "rotate": (_POINTER,) * 6 + (_FLOAT,) * 2 + (_SIZE,) * 5 + (_INT,),
     "gate": (_POINTER,) * 2 + (_SIZE,) * 2 + (_INT,),
 }
 

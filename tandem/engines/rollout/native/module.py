@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from tandem.engines.rollout.borrowed import borrowed
 from tandem.engines.rollout.native.attention import Attention
+from tandem.engines.rollout.native.mixture import PACK_UP_TO_BYTES, packed_experts, replaced
 from tandem.engines.rollout.native.paged import LayerShape, Sight, StepInput
 from tandem.engines.rollout.native.weights import weight_bytes
 from tandem.errors import EngineError
 from tandem.models.angles import AngleTables
 from tandem.models.attention import by_position
 from tandem.models.masks import Mask, attending, register_attention
+from tandem.models.routing import NO_MIXTURES, Mixtures, Routing
 
 _ATTENTION = "tandem_rollout"
 _UNSUPPORTED = ("position_bias",)
@@ -41,24 +43,31 @@ class _Tokens(NamedTuple):
 class ModuleRunner:
     """A runner that calls the module's forward (see `Runner`).
 
+    On a CPU, it has packed copies of the weights of experts, unless the model is large.
+
     Args:
         module: The model.
         max_length: The maximum number of tokens of a sequence.
+        records: Whether to record the choice of experts.
 
     Raises:
+        ModelError: The choice of experts cannot be recorded.
         EngineError: A layer's attention does not use the interface, or needs more than plain keys and values.
             Or the rotary angles change with each further token.
     """
 
     copies = False
+    records: Mixtures | None = None
+    record_bytes = 0
 
-    def __init__(self, module: nn.Module, max_length: int) -> None:
+    def __init__(self, module: nn.Module, max_length: int, *, records: bool = False) -> None:
         self._module = module
         config = module.config.get_text_config()  # type: ignore[union-attr, operator]
         _check(config, max_length)
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
         self.dtype, self.device = embedding.dtype, embedding.device
         self.weight_bytes = weight_bytes(module.parameters())
+        self._pack()
         found: list[tuple[int, LayerShape]] = []
 
         def record_shape(
@@ -73,9 +82,11 @@ class ModuleRunner:
             return values_THD.repeat_interleave(query_TND.shape[1] // values_THD.shape[1], 1)
 
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        if records:
+            self.records = getattr(module, "mixtures", NO_MIXTURES)
         with torch.no_grad():
             self._angles = AngleTables(module, max_length, embedding)
-            self._forward(zero, zero, zero, zero, record_shape)
+            _, experts_TLK = self._forward(zero, zero, zero, zero, record_shape)
         self.angle_limits = self._angles.limits
         layers = range(config.num_hidden_layers)
         if sorted(layer for layer, _ in found) != list(layers):
@@ -84,14 +95,25 @@ class ModuleRunner:
                 got=f"{type(module).__name__}: {len(found)} calls from {len(layers)} layers",
             )
         self.layers = tuple(shape for _, shape in sorted(found))
+        if experts_TLK is not None:
+            self.record_bytes = experts_TLK.nbytes
+            if all(shape.window for shape in self.layers):  # the records need blocks that stay
+                self.layers = tuple(shape._replace(window=0) for shape in self.layers)
 
     def renew(self, module: nn.Module) -> bool:
         """Return whether `module` is the module that this runner calls (see `Runner`)."""
         embedding = module.get_input_embeddings().weight  # type: ignore[operator]
-        return module is self._module and embedding.dtype == self.dtype
+        same = module is self._module and embedding.dtype == self.dtype
+        if same:
+            self._pack()
+        return same
+
+    def _pack(self) -> None:
+        few = self.weight_bytes <= PACK_UP_TO_BYTES
+        self._experts = packed_experts(self._module) if few else []
 
     def release_weights(self) -> bool:
-        """Do nothing, because this runner has no copies of weights (see `Runner`)."""
+        """Do nothing, because the packed copies go with the runner (see `Runner`)."""
         return False
 
     def reads(self) -> Sequence[Tensor]:
@@ -111,13 +133,24 @@ class ModuleRunner:
             attention.write(layer, step, keys_THD, values_THD)
             return attention.attend(layer, step, query_TND, sight)
 
-        return self._forward(step.ids_T, step.positions_T, step.levels_T, step.logits_L, paged)
+        logits, experts_TLK = self._forward(step.ids_T, step.positions_T, step.levels_T, step.logits_L, paged)
+        if experts_TLK is not None:
+            attention.cache.record(step, experts_TLK)
+        return logits
 
     def _forward(
         self, ids_T: Tensor, positions_T: Tensor, levels_T: Tensor, logits_L: Tensor, call: _Call
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits, and (T, L, K) the experts if they are recorded."""
+        mixtures, routing = self.records or NO_MIXTURES, Routing(records=True)
         angles, tokens = self._angles.used(levels_T), _Tokens(positions_T, call)
-        with borrowed(self._module, _ATTENTION), attending(tokens), angles:
+        with (
+            borrowed(self._module, _ATTENTION),
+            attending(tokens),
+            angles,
+            replaced(self._experts),
+            mixtures.active(routing),
+        ):
             out = self._module(
                 input_ids=ids_T[None],
                 position_ids=positions_T[None],
@@ -126,7 +159,7 @@ class ModuleRunner:
                 logits_to_keep=logits_L,
             )
         logits: Tensor = out.logits[0]
-        return logits
+        return logits, None if self.records is None else mixtures.recorded(routing)
 
 
 def _attention(

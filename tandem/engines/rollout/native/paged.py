@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.engines.rollout.native.lasting import Lasting
+from tandem.engines.rollout.native.lasting import Lasting, Spec
 from tandem.memory.cache import LayerGroups, layer_groups
 
 
@@ -126,6 +126,8 @@ class PagedCache:
         device: The device.
         lasting: Whether to use memory that can be freed and allocated again at the same addresses, if the
             device supports it.
+        record_bytes: The number of bytes per token that are stored beside keys and values (see `record`). If
+            it is not 0, a layer must keep all tokens.
 
     Attributes:
         groups: The groups of layers that have their own block tables.
@@ -142,6 +144,7 @@ class PagedCache:
     dtype: torch.dtype
     device: torch.device
     lasting: bool = False
+    record_bytes: int = 0
 
     def __post_init__(self) -> None:
         self.layers = tuple(self.layers)
@@ -149,19 +152,36 @@ class PagedCache:
         blocks, block_size, kinds = self.blocks, self.block_size, self.layers[: self.groups.size]
         shapes = [(blocks, kind.kv_heads, kind.key_dim, block_size) for kind in kinds]
         shapes += [(blocks, kind.kv_heads, block_size, kind.value_dim) for kind in kinds]
+        specs: list[Spec] = [(shape, self.dtype) for shape in shapes]
+        if self.record_bytes:  # padding tokens, whose slot is -1, write into one more block
+            specs.append(((blocks + 1, block_size, self.record_bytes), torch.uint8))
         self.memory: Lasting | None = None
         if self.lasting:
-            self.memory = Lasting([(shape, self.dtype) for shape in shapes], self.device)
+            self.memory = Lasting(specs, self.device)
             self.parts = list(self.memory.tensors)
         else:
-            self.parts = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in shapes]
+            self.parts = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
         self.group = [group for group, _ in self.groups.places]
         self.keys = [self.parts[place] for _, place in self.groups.places]
         self.values = [self.parts[len(kinds) + place] for _, place in self.groups.places]
 
     @property
     def bytes(self) -> int:
-        return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype)
+        return self.blocks * self.block_size * bytes_per_token(self.layers, self.dtype, self.record_bytes)
+
+    def record(self, step: StepInput, values_T: Tensor) -> None:
+        """Store `record_bytes` bytes for each token of a step, in the group of layers that keeps all tokens.
+
+        Args:
+            step: The step.
+            values_T: (T, …) Contiguous values of any dtype.
+        """
+        slots_T = step.slots_GT[self.groups.windows.index(0)]
+        self.parts[-1].flatten(0, 1)[slots_T] = values_T.flatten(1).view(torch.uint8)
+
+    def recorded(self, slots_T: Tensor) -> Tensor:
+        """Return (T, record_bytes) uint8, what `record` stored for the tokens in these slots."""
+        return self.parts[-1].flatten(0, 1)[slots_T]
 
     def copy_blocks(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks in every layer. `source` and `target` are int64 block numbers.
@@ -181,10 +201,11 @@ def groups_of(layers: Sequence[LayerShape]) -> LayerGroups:
     return layer_groups([layer.window if alike else 0 for layer in layers])
 
 
-def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """Return the bytes of one token in a block: those of its keys and values in the layers of one group."""
+def bytes_per_token(layers: Sequence[LayerShape], dtype: torch.dtype, record_bytes: int = 0) -> int:
+    """Return the bytes of one token in a block: those of the layers of one group, and those of the record."""
     kinds = layers[: groups_of(layers).size]
-    return sum(kind.kv_heads * (kind.key_dim + kind.value_dim) for kind in kinds) * dtype.itemsize
+    entries = sum(kind.kv_heads * (kind.key_dim + kind.value_dim) for kind in kinds)
+    return entries * dtype.itemsize + record_bytes
 
 
 def dense_rows(tensor: Tensor) -> Tensor:

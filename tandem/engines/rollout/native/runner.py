@@ -7,12 +7,14 @@ from typing import Literal, Protocol
 
 from torch import Tensor, device, dtype, nn
 
+from tandem.config.model import PLAIN_DECODERS
 from tandem.engines.rollout.native.attention import Attention
 from tandem.engines.rollout.native.fused import FusedRunner, why_not_fused
 from tandem.engines.rollout.native.module import ModuleRunner
 from tandem.engines.rollout.native.paged import LayerShape, StepInput
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit
 from tandem.errors import EngineError
+from tandem.models.routing import NO_MIXTURES, Mixtures
 
 RunnerName = Literal["auto", "fused", "module"]
 
@@ -30,6 +32,9 @@ class Runner(Protocol):
         copies: Whether the weights are the runner's own copies, so that the module's weights can be freed.
         angle_limits: The lengths, in tokens, above which a sequence has other rotary angles. Its keys must
             then be computed again (see `AngleTables`).
+        records: The mixtures whose choice of experts each forward records (see `PagedCache.record`); None if
+            nothing is recorded.
+        record_bytes: The bytes per token of what is recorded; 0 if nothing is.
     """
 
     layers: tuple[LayerShape, ...]
@@ -38,6 +43,8 @@ class Runner(Protocol):
     weight_bytes: int
     copies: bool
     angle_limits: tuple[int, ...]
+    records: Mixtures | None
+    record_bytes: int
 
     def renew(self, module: nn.Module) -> bool:
         """Switch to the module's current weights if they belong to the same model.
@@ -81,6 +88,7 @@ def make_runner(
     split: LayerSplit = WHOLE,
     *,
     copies: bool | None = None,
+    records: bool = False,
 ) -> Runner:
     """Create the named runner. "auto" means "fused" if that runner supports the model, else "module".
 
@@ -91,17 +99,23 @@ def make_runner(
         split: This rank's shard of each layer. Only the fused runner supports a split.
         copies: Whether the fused runner has copies of the weights (see `FusedRunner`). None means yes on
             CUDA, no elsewhere.
+        records: Whether the runner records the choice of experts.
 
     Raises:
+        ModelError: The choice of experts cannot be recorded.
         EngineError: The fused runner was requested but does not support the model, neither runner supports
             the model, or the runner does not support a split.
         ConfigError: The model cannot be split evenly.
     """
     reason = "runner=module" if name == "module" else why_not_fused(module)
+    if reason is None and split.size > 1 and module.config.model_type not in PLAIN_DECODERS:  # type: ignore[union-attr,operator]
+        reason = "it cannot split a mixture of experts"
+    if records and not getattr(module, "mixtures", NO_MIXTURES).layers:
+        reason = reason or "the model has no mixture of experts"
     if reason is None:
         if copies is None:
             copies = next(module.parameters()).is_cuda
-        return FusedRunner(module, max_length, split, copies=copies)
+        return FusedRunner(module, max_length, split, copies=copies, records=records)
     if split.size > 1:
         raise EngineError(
             f"only the fused runner can split layers over devices, and it is not used: {reason}",
@@ -116,4 +130,4 @@ def make_runner(
             got="fused",
             remedy="use runner=auto or runner=module",
         )
-    return ModuleRunner(module, max_length)
+    return ModuleRunner(module, max_length, records=records)

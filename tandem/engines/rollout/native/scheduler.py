@@ -79,6 +79,7 @@ class Scheduler:
         waiting: The queue of requests that have no row yet.
         computed: For each row, the number of tokens whose keys and values are in the cache, or are computed
             by a launched step.
+        prompt_length: For each row, the number of tokens of its prompt.
         length: For each row, the number of its tokens, including sampled tokens that are not accepted yet.
         angle_limits: The limits of the model's rotary angles (see `Runner`).
     """
@@ -99,7 +100,7 @@ class Scheduler:
         self.length = column(np.int64)
         self.angle_limits: tuple[int, ...] = ()
         self._level = column(np.int64)  # of the angles of the cached keys (see `AngleTables`)
-        self._prompt_length = column(np.int64)
+        self.prompt_length = column(np.int64)
         self._arrival = column(np.int64)
         self._prompt = column(object, None)  # the prompt as bytes, to compare prompts
         self._digests = column(object, None)  # of full blocks; None if they must never be reused
@@ -122,6 +123,14 @@ class Scheduler:
     def use(self) -> float:
         """Return the fraction of all blocks that are in use by sequences."""
         return self.blocks.in_use / self.blocks.pool.blocks if self.blocks.pool.blocks else 0.0
+
+    @property
+    def may_preempt(self) -> bool:
+        """Return whether the next step may take the blocks of a sequence."""
+        rows = slice(0, self.rows.count)
+        held = self.blocks.held[rows]
+        full = (held > 0) & (self.computed[rows] == held * self.block_size)
+        return int(np.count_nonzero(full)) > self.blocks.free_entries
 
     # The methods below add and remove sequences.
 
@@ -162,7 +171,7 @@ class Scheduler:
         self.blocks.restart()
         rows = slice(0, self.rows.count)
         self.computed[rows] = 0
-        self.length[rows] = self._prompt_length[rows] + self.rows.produced[rows]
+        self.length[rows] = self.prompt_length[rows] + self.rows.produced[rows]
         for row in range(self.rows.count):
             self._digests[row] = []
 
@@ -208,7 +217,7 @@ class Scheduler:
         draft = _Draft(budget, count, decode.tolist(), [1] * count, decode.tolist(), list(range(count)))
         rows = slice(0, self.rows.count)
         begun = (self.blocks.held[rows] > 0) & (self.computed[rows] < self.length[rows])
-        begun &= self.length[rows] - self._prompt_length[rows] < self.rows.max_tokens[rows]
+        begun &= self.length[rows] - self.prompt_length[rows] < self.rows.max_tokens[rows]
         begun[decode] = False
         for row in self._by_arrival(begun):
             self._add(row, draft)
@@ -237,7 +246,7 @@ class Scheduler:
         while True:
             rows = slice(0, self.rows.count)
             length, computed = self.length[rows], self.computed[rows]
-            written = length - self._prompt_length[rows]
+            written = length - self.prompt_length[rows]
             ready = (computed + 1 == length) & (written > 0) & (written < self.rows.max_tokens[rows])
             decode = np.flatnonzero(ready)
             full = decode[computed[decode] == self.blocks.held[decode] * self.block_size]
@@ -288,7 +297,7 @@ class Scheduler:
         self._arrival[rows] = np.arange(self._arrivals, self._arrivals + batch)
         self._arrivals += batch
         for row, request in zip(rows.tolist(), requests, strict=True):
-            self.length[row] = self._prompt_length[row] = len(request.prompt_ids)
+            self.length[row] = self.prompt_length[row] = len(request.prompt_ids)
             self._prompt[row] = np.ascontiguousarray(request.prompt_ids, dtype=np.int64).tobytes()
             self._digests[row] = []
 
@@ -298,7 +307,7 @@ class Scheduler:
         A row can start if there are enough free blocks and its sampled tokens are accepted.
         """
         for row in self._by_arrival(self.blocks.held[: self.rows.count] == 0):
-            if self.length[row] > self._prompt_length[row] + self.rows.produced[row]:
+            if self.length[row] > self.prompt_length[row] + self.rows.produced[row]:
                 return
             if self.rows.produced[row] or self._prompt[row] not in draft.leaders:
                 started = self._begin(row, draft)
@@ -351,7 +360,7 @@ class Scheduler:
         held = self.blocks.held[rows]
         if not held.any():
             return True  # the cache is always large enough for the longest sequence
-        most = self.blocks.blocks_for(self._prompt_length[rows] + self.rows.max_tokens[rows])
+        most = self.blocks.blocks_for(self.prompt_length[rows] + self.rows.max_tokens[rows])
         growing = np.count_nonzero((held > 0) & (held < most))
         growing += self.blocks.blocks_for(int(self.length[row])) < most[row]
         return bool(self.blocks.pool.free - blocks >= growing * len(self.blocks.tables))

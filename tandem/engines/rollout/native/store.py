@@ -40,11 +40,13 @@ class Store:
 
     def per_block(self, runner: Runner) -> int:
         """Return the number of bytes of one block."""
-        return self.room.block_size * bytes_per_token(runner.layers, runner.dtype)
+        return self.room.block_size * bytes_per_token(runner.layers, runner.dtype, runner.record_bytes)
 
     def is_of(self, runner: Runner) -> bool:
         """Return whether there is no cache, or the cache fits the runner's layers."""
-        return self.cache is None or (self.cache.layers, self.cache.dtype) == (runner.layers, runner.dtype)
+        cache = self.cache
+        mine = (runner.layers, runner.dtype, runner.record_bytes)
+        return cache is None or (cache.layers, cache.dtype, cache.record_bytes) == mine
 
     def wanted(self, runner: Runner, pending: Collection[int]) -> tuple[int, bool]:
         """Return how many blocks the cache should have, and whether they fit into the memory.
@@ -79,10 +81,10 @@ class Store:
             self.drop()
             self.room.check_free(blocks * self.per_block(runner))
         shape = (runner.layers, blocks, self.room.block_size, runner.dtype, runner.device)
-        cache = PagedCache(*shape, lasting=self.lasting)
+        cache = PagedCache(*shape, lasting=self.lasting, record_bytes=runner.record_bytes)
         if old is not None:
             for new, held in zip(cache.parts, old.parts, strict=True):
-                new[: old.blocks] = held
+                new[: old.blocks] = held[: old.blocks]
         self.cache, self.attention, self.blocks = cache, make_attention(cache, self.name), blocks
 
     def take(self, runner: Runner, blocks: int) -> bool:

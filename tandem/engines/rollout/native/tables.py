@@ -85,6 +85,12 @@ class BlockTables:
         parts = zip(self.tables, self._gone, strict=True)
         return [table[row, gone[row] : self.held[row]] for table, gone in parts]
 
+    def slots(self, row: int, tokens: int) -> Index:
+        """Return the cache slots of a row's first tokens, in the group of layers that keeps all tokens."""
+        block, offset = np.divmod(np.arange(tokens), self.block_size)
+        blocks: Index = self.tables[self.groups.windows.index(0)][row, block].astype(np.int64)
+        return blocks * self.block_size + offset
+
     def clear(self, rows: Index | slice) -> None:
         """Set that these rows, new ones or all of them, hold no blocks. Nothing is given back."""
         for column in (self.held, *self._gone):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.engines.rollout.native.lasting import Lasting
 from tandem.engines.rollout.native.split import WHOLE, LayerSplit, Weights
@@ -23,11 +23,11 @@ class Part(NamedTuple):
     """This rank's shard of a model parameter.
 
     Attributes:
-        name: The parameter's Hugging Face name.
+        name: The parameter's Hugging Face name; None for a buffer.
         tensor: A view of the model's tensor. The weight of a norm over each head has one row per head.
     """
 
-    name: str
+    name: str | None
     tensor: Tensor
 
 
@@ -38,12 +38,11 @@ The bias of NAME has the name `NAME.bias`.
 """
 
 
-MAPS = {
+ATTENTION_MAPS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
 }
+MAPS = {**ATTENTION_MAPS, "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
 """The linear layers of a decoder layer. Linear layers with the same inputs are joined under one name."""
 
 _SPLIT_BY_INPUTS = ("output", "down")
@@ -52,19 +51,29 @@ _SPLIT_BY_INPUTS = ("output", "down")
 def parts_of(module: Any, split: LayerSplit) -> Parts:
     """Return this rank's weights of a model of the Llama family.
 
-    The key "head" is missing if the language model head is tied to the embedding.
+    The tensors of a mixture are not split, and have their names in the model as keys. The key "head" is
+    missing if the language model head is tied to the embedding.
     """
     config, model, head = module.config, module.model, module.lm_head
     out = Parts(embedding=[_weight("model.embed_tokens", model.embed_tokens)])
     for index, layer in enumerate(model.layers[: config.num_hidden_layers]):
         path = f"model.layers.{index}"
-        for key, names in MAPS.items():
+        mixture = is_mixture(layer.mlp)
+        head_dim = layer.self_attn.head_dim
+        for key, names in (ATTENTION_MAPS if mixture else MAPS).items():
             share = split.inputs if key in _SPLIT_BY_INPUTS else split.outputs
             maps = {f"{path}.{name}": share(layer.get_submodule(name)) for name in names}
             _add(out, f"{path}.{key}", maps)
+        if mixture:
+            named = layer.mlp.named_parameters(f"{path}.mlp")
+            out |= {name: [Part(name, weight.detach())] for name, weight in named}
+            out |= {name: [Part(None, each)] for name, each in layer.mlp.named_buffers(f"{path}.mlp")}
         for name in ("input_layernorm", "post_attention_layernorm"):
             out[f"{path}.{name}"] = [_weight(f"{path}.{name}", getattr(layer, name))]
-        if hasattr(layer.self_attn, "q_norm"):
+        if hasattr(layer.self_attn, "q_norm") and len(layer.self_attn.q_norm.weight) != head_dim:
+            for name in ("q_norm", "k_norm"):
+                out[f"{path}.{name}"] = [_weight(f"{path}.self_attn.{name}", getattr(layer.self_attn, name))]
+        elif hasattr(layer.self_attn, "q_norm"):
             norms = zip(("self_attn.q_norm", "self_attn.k_norm"), split.heads(config), strict=True)
             out[f"{path}.qk_norm"] = [
                 _weight(f"{path}.{name}", layer.get_submodule(name), rows=count) for name, count in norms
@@ -75,6 +84,11 @@ def parts_of(module: Any, split: LayerSplit) -> Parts:
     if not tied or head_split.size > 1 or head.bias is not None:
         _add(out, "head", {"lm_head": head_split.outputs(head)})
     return out
+
+
+def is_mixture(mlp: nn.Module) -> bool:
+    """Return whether a layer's MLP is a mixture of experts."""
+    return hasattr(mlp, "experts")
 
 
 def head_is_split(config: Any, split: LayerSplit) -> bool:
@@ -152,8 +166,10 @@ class Copies:
 
     def named(self, parts: Parts) -> Iterator[tuple[str, Tensor]]:
         """Yield the copies with the names of the model's parameters. The model must not be split."""
+        repeated = {part.name for key, each in parts.items() if key.endswith(".qk_norm") for part in each}
         for (name, _), rows in self._pieces(parts):
-            yield name, rows[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else rows
+            if name is not None:
+                yield name, rows[0] if name in repeated else rows
 
 
 def _shapes(parts: Parts) -> dict[str, list[tuple[torch.Size, torch.dtype]]]:

@@ -44,6 +44,12 @@ from tandem.engines.rollout.vllm.process import (
     sampling,
 )
 from tandem.engines.rollout.vllm.ranks import check_same_tokens, rank_arguments
+from tandem.engines.rollout.vllm.records import (
+    experts_so_far,
+    mixture_layers,
+    record_on_host,
+    routed_experts,
+)
 from tandem.engines.rollout.vllm.shards import held_weights
 from tandem.engines.rollout.vllm.worker import finish_loading, load_weights
 from tandem.engines.weight_sync import Digest
@@ -68,6 +74,8 @@ class VLLMEngine:
         logprobs_mode: See `LogprobsMode`.
         decode: A function that decodes token ids to text, for stop strings.
         log: A function that receives a log line about every two seconds of work. None means no log.
+        records_experts: Whether samples contain the experts that computed their tokens. This needs
+            `enable_prefix_caching`.
         options: The fields of `Options`. If several ranks split the layers of one engine, their numbers in
             the process group are consecutive. All these ranks create the engine, and get the same calls in
             the same order.
@@ -84,6 +92,7 @@ class VLLMEngine:
         logprobs_mode: LogprobsMode = "processed_logprobs",
         decode: Decode | None = None,
         log: Callable[[str], None] | None = None,
+        records_experts: bool = False,
         **options: Any,
     ) -> None:
         made = Options(**options)
@@ -104,12 +113,14 @@ class VLLMEngine:
             **rank_arguments(made.tensor_parallel_size),
             logprobs_mode=logprobs_mode,
             async_scheduling=False,  # otherwise a running step would get the version of the next weights
+            enable_return_routed_experts=records_experts and not made.on_host,
         )
         self._owns_group = not dist.is_initialized()
         self._stored = StoredLayout.of(made.config)
         with process_state_kept():
-            self._engine = _make_engine(arguments, self._load)
+            self._engine = _make_engine(arguments, self._load, records_experts and made.on_host)
         self._model = self._engine.collective_rpc("get_model")[0]
+        self._mixtures = mixture_layers(self._model) if records_experts else []
         for kind in {type(part) for part in self._model.modules() if isinstance(part, PreTrainedModel)}:
             keep_own_calls(kind)
         self._memory = (HostMemory if made.on_host else DeviceMemory)(self._engine)
@@ -188,13 +199,17 @@ class VLLMEngine:
         writing.log_probs += log_probs
         writing.versions += [self._version or 0] * new
         reason: str | None = part.finish_reason
+        experts = part.routed_experts
         if writing.cut_at_stop(new, self._decode):
             if reason is None:
+                experts = experts_so_far(self._engine, name) if self._mixtures else None
                 self._engine.abort_request([name])
             reason = "stop"
         self._counters.wrote(len(writing.token_ids) - position)
         if reason is not None:
             sample = writing.sample(reason, processed=self._processed)
+            if self._mixtures:
+                sample.routed_experts = routed_experts(experts, self._mixtures)
             self._tokens_sum = crc32(sample.token_ids.tobytes(), self._tokens_sum)
             self._finished.append(sample)
             del self._writing[name]
@@ -290,13 +305,21 @@ class VLLMEngine:
         return self._counters.take()
 
 
-def _make_engine(arguments: EngineArgs, load: _Load) -> LLMEngine:
+def _make_engine(arguments: EngineArgs, load: _Load, records_on_host: bool) -> LLMEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
-        engine = LLMEngine.from_engine_args(arguments, stat_loggers=[lambda *_, **__: load])
+        config = arguments.create_engine_config()
+        if records_on_host and not config.cache_config.enable_prefix_caching:
+            raise ValueError(
+                "vLLM records experts only with prefix caching, which this model does not have here"
+            )
+        config.aux_output_config.enable_return_routed_experts |= records_on_host
+        engine = LLMEngine.from_vllm_config(config, stat_loggers=[lambda *_, **__: load])
+        if records_on_host:
+            engine.collective_rpc(record_on_host)
         engine.input_processor.generation_config_fields = {}  # min_tokens would bar their stop tokens
         return engine
     except Exception as error:  # vLLM may raise anything

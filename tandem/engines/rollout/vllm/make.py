@@ -57,7 +57,7 @@ def make_vllm_engine(
     log: Callable[[str], None] | None,
     log_file: Path | None,
     share: tuple[int, int] = (0, 1),
-    tensor_parallel_size: int = 1,
+    **colocated: Any,
 ) -> RolloutEngine:
     """Create a vLLM engine without weights. Mode "server" without URLs also starts the server.
 
@@ -70,7 +70,7 @@ def make_vllm_engine(
         log: A function that receives a message when a server is lost.
         log_file: The file for the output of a server that is started here. None means a temporary file.
         share: See `on_servers`.
-        tensor_parallel_size: The number of ranks that split the layers of an engine in this process.
+        colocated: tensor_parallel_size and records_experts of `VLLMEngine`, which servers do not use.
 
     Raises:
         ConfigError: vLLM is not installed or does not support the model or the config. See also `on_servers`.
@@ -98,7 +98,7 @@ def make_vllm_engine(
         "enable_prefix_caching": rollout.enable_prefix_caching,
     }
     if not on_server:
-        options |= {"logprobs_mode": rollout.logprobs_mode, "tensor_parallel_size": tensor_parallel_size}
+        options |= {"logprobs_mode": rollout.logprobs_mode, **colocated}
         engine: Callable[..., RolloutEngine] = import_module("tandem.engines.rollout.vllm.engine").VLLMEngine
         return engine(model_path=model_path, config=config, **options, **common)
     options |= {name: common[name] for name in ("max_length", "max_num_seqs")}

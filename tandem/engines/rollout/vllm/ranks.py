@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.aux_output_connector import worker as recorders
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -20,6 +22,8 @@ from tandem.errors import EngineError
 from tandem.models.parallel import collective_timeout
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Each rank has its own scheduler, so each rank keeps the recorded experts. vLLM would keep them on the first.
+recorders.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
 
 
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tandem.engines.rollout.native.kernels import load_kernels
 from tandem.engines.rollout.native.ops.base import Heads
@@ -13,11 +14,12 @@ from tandem.engines.rollout.native.ops.torch import TorchOps
 from tests.engines.rollout.native.paged_case import threads
 
 
-def cpu_and_torch(dtype):
+def cpu_and_torch(dtype, rotated=24):
     """Return both implementations for 6 query heads and 2 key heads of 24 numbers."""
     generator = torch.Generator().manual_seed(0)
-    angles = torch.rand(50, 12, generator=generator).repeat(1, 2) * 6
-    heads = Heads(6, 2, 24, angles.cos().to(dtype), angles.sin().to(dtype), 24**-0.5)
+    angles = torch.rand(50, rotated // 2, generator=generator).repeat(1, 2) * 6
+    angles = F.pad(angles, (0, 24 - rotated))
+    heads = Heads(6, 2, 24, angles.cos().to(dtype), angles.sin().to(dtype), 24**-0.5, rotated)
     kernels = load_kernels(dtype)
     assert kernels is not None
     return CPUOps(heads, 1e-5, kernels), TorchOps(heads, 1e-5)
@@ -37,10 +39,10 @@ def assert_equal_up_to_one_rounding(got, expected, size=None):
     assert ((got - expected).abs() <= 2**-6 * (expected if size is None else size).abs() + 1e-6).all()
 
 
-def rotated_pairs(heads):
+def rotated_pairs(heads, rotated):
     """Return the length of each pair of numbers that is rotated together. A rotation does not change it."""
-    pairs = torch.hypot(*heads.float().chunk(2, dim=-1))
-    return torch.cat([pairs, pairs], dim=-1)
+    pairs = torch.hypot(*heads[..., :rotated].float().chunk(2, dim=-1))
+    return torch.cat([pairs, pairs, heads[..., rotated:].float()], dim=-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,16 +62,16 @@ class TestOps:
             assert torch.equal(got_sum, expected_sum)
             assert_equal_up_to_one_rounding(got, expected)
 
-    @pytest.mark.parametrize("normed", [True, False])
-    def test_rotation(self, dtype, rows, normed):
+    @pytest.mark.parametrize(("normed", "rotated"), [(True, 24), (False, 24), (True, 12)])
+    def test_rotation(self, dtype, rows, normed, rotated):
         qkv, positions = torch.randn(rows, 10 * 24).to(dtype), torch.randint(0, 50, (rows,))
         norm = torch.randn(8, 24).to(dtype) if normed else None
-        cpu, reference = cpu_and_torch(dtype)
+        cpu, reference = cpu_and_torch(dtype, rotated)
         expected = reference.rotate(qkv.clone(), positions, norm)
         query, keys, values = cpu.rotate(qkv.clone(), positions, norm)
         assert query.dtype == torch.float32  # scaled and not rounded again
         for got, wanted in ((query.to(dtype), expected[0]), (keys, expected[1])):
-            assert_equal_up_to_one_rounding(got, wanted, rotated_pairs(wanted))
+            assert_equal_up_to_one_rounding(got, wanted, rotated_pairs(wanted, rotated))
         assert torch.equal(values, expected[2])
 
     def test_gate(self, dtype, rows):

@@ -125,7 +125,7 @@ def test_weights_updated_in_place_keep_their_graphs(
     runner, tiny, make_requests, captures, regions, monkeypatch
 ):
     """Without copies the module's own weights are read. Norms per head are joined in the runner's memory."""
-    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
+    monkeypatch.setattr(fused, "PACK_UP_TO_BYTES", 0)
     model, requests, sizes = tiny("qwen3", torch.float64), make_requests(12, 2), []
     engine = make(copies=False, runner=runner)
     for version in range(3):
@@ -143,7 +143,7 @@ def test_weights_updated_in_place_keep_their_graphs(
 def test_what_moves_is_captured_before_the_first_step(
     moved, tiny, make_requests, captures, regions, monkeypatch
 ):
-    monkeypatch.setattr(fused, "_COPY_UP_TO_BYTES", 0)
+    monkeypatch.setattr(fused, "PACK_UP_TO_BYTES", 0)
     if moved == "cache":
         monkeypatch.setattr(lasting, "reserve", lambda size, device: None)
     requests, engine = make_requests(20, 2), make(copies=moved == "cache", max_num_seqs=16)

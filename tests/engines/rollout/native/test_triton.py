@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -78,11 +79,12 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE)
 
 
-def both(dtype, heads=3, kv_heads=1, dim=24):
+def both(dtype, heads=3, kv_heads=1, dim=24, rotated=24):
     """Return Triton ops of this dtype, and PyTorch ops in float64."""
-    angles = [random(50, dim, seed=seed).to(dtype) for seed in (1, 2)]
-    made = Heads(heads, kv_heads, dim, *angles, dim**-0.5)
-    wide = Heads(heads, kv_heads, dim, *(part.double() for part in angles), dim**-0.5)
+    angles = [random(50, rotated, seed=seed).to(dtype) for seed in (1, 2)]
+    angles = [F.pad(part, (0, dim - rotated), value=rest) for part, rest in zip(angles, (1, 0), strict=True)]
+    made = Heads(heads, kv_heads, dim, *angles, dim**-0.5, rotated)
+    wide = Heads(heads, kv_heads, dim, *(part.double() for part in angles), dim**-0.5, rotated)
     return TritonOps(made, EPS), TorchOps(wide, EPS)
 
 
@@ -104,9 +106,11 @@ def test_norms(size, dtype):
 
 @every_dtype
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 24), (4, 2, 64), (7, 7, 16)])
-def test_rotation(heads, kv_heads, dim, normed, dtype):
-    ops, plain = both(dtype, heads, kv_heads, dim)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated"), [(3, 1, 24, 24), (4, 2, 64, 32), (7, 7, 16, 16), (3, 1, 24, 4)]
+)
+def test_rotation(heads, kv_heads, dim, rotated, normed, dtype):
+    ops, plain = both(dtype, heads, kv_heads, dim, rotated)
     qkv = random(ROWS, (heads + 2 * kv_heads) * dim, seed=3).to(dtype)
     norm = random(heads + kv_heads, dim, seed=4).to(dtype) if normed else None
     positions = torch.tensor([0, 49, 7, 7, 31], device=DEVICE)

@@ -109,8 +109,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, Sample):
-        columns = (value.token_ids, value.log_probs, value.versions)
-        return value.id, value.finish_reason, [column.tobytes() for column in columns]
+        columns = (value.token_ids, value.log_probs, value.versions, value.routed_experts)
+        return value.id, value.finish_reason, [None if part is None else part.tobytes() for part in columns]
     return value
 
 

@@ -28,6 +28,7 @@ class Heads:
         cos_PD: The cosines of the rotary angles at each position, contiguous.
         sin_PD: The sines of the rotary angles at each position, contiguous.
         scale: The factor by which queries are multiplied after the rotation.
+        rotated: How many of a head's elements are rotated. At the others, cos is 1 and sin is 0.
     """
 
     heads: int
@@ -36,6 +37,7 @@ class Heads:
     cos_PD: Tensor
     sin_PD: Tensor
     scale: float
+    rotated: int
 
 
 class Ops(Protocol):

@@ -37,7 +37,7 @@ class CPUOps:
             *(query_RND.data_ptr(), qkv.data_ptr(), heads.cos_PD.data_ptr(), heads.sin_PD.data_ptr()),
             *(positions_T.data_ptr(), None if norm_MD is None else norm_MD.data_ptr()),
             *(self.eps, heads.scale, positions_T.shape[0], heads.heads, heads.kv_heads, heads.head_dim),
-            torch.get_num_threads(),
+            *(heads.rotated, torch.get_num_threads()),
         )
         rotated = heads.heads + heads.kv_heads
         qkv_RXD = qkv.view(rows, rotated + heads.kv_heads, heads.head_dim)

@@ -16,7 +16,7 @@ class TorchOps:
         self._heads = heads
         self._eps = eps
         # If the first half of sin is negated, a rotation is x * cos + roll(x) * sin.
-        half = heads.head_dim // 2
+        half = heads.rotated // 2
         self._sin_PD = torch.cat((-heads.sin_PD[:, :half], heads.sin_PD[:, half:]), -1)
 
     def norm(self, x_RE: Tensor, added_RE: Tensor | None, weight_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,9 @@ class TorchOps:
             _, qk_RMD = self.norm(qk_RMD, None, norm_MD)
         positions_R = F.pad(positions_T, (0, len(qkv) - len(positions_T)))
         cos_R1D, sin_R1D = heads.cos_PD[positions_R, None], self._sin_PD[positions_R, None]
-        qk_RMD = qk_RMD * cos_R1D + qk_RMD.roll(heads.head_dim // 2, -1) * sin_R1D
+        turned, rest = qk_RMD[..., : heads.rotated], qk_RMD[..., heads.rotated :]
+        rolled_RMD = torch.cat((turned.roll(heads.rotated // 2, -1), rest), -1)
+        qk_RMD = qk_RMD * cos_R1D + rolled_RMD * sin_R1D
         return qk_RMD[:, : heads.heads] * heads.scale, qk_RMD[:, heads.heads :], qkv_RXD[:, rotated:]
 
     def gate(self, gate_up: Tensor) -> Tensor:

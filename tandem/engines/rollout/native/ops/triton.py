@@ -4,8 +4,8 @@ In PyTorch these operations need about twenty short kernels per layer, each with
 launch gap. Here they need four kernels. All kernels compute in float32 and round at the same points as
 `TorchOps`. The only exception is a rotation, which is rounded once, after the scaling.
 
-Capital letters are compile-time constants: E hidden size, I intermediate size, D head size (HALF is half of
-it), N query heads, H key heads, and *_PAD the next power of two.
+Capital letters are compile-time constants: E hidden size, I intermediate size, D head size, N query heads,
+H key heads, and *_PAD the next power of two.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class TritonOps:
             N=queries,
             H=keys,
             D=dim,
+            ROTATED=heads.rotated,
             HALF_PAD=triton.next_power_of_2(dim // 2),
             num_warps=1,
         )
@@ -107,39 +108,43 @@ def rotate_kernel(
     N: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
+    ROTATED: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ) -> None:
     """Rotate one head of one row. The grid is (row, head).
 
-    A query is rotated, scaled and written to `queries`. A key is rotated in place.
+    A query is rotated, scaled and written to `queries`. A key is rotated in place. The elements behind the
+    first ROTATED ones are paired among themselves, and their angles are 0.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    HALF: tl.constexpr = D // 2
-    dim = tl.arange(0, HALF_PAD)
-    mask = dim < HALF
+    pair = tl.arange(0, HALF_PAD)
+    mask = pair < D // 2
+    turned = pair < ROTATED // 2
+    dim = tl.where(turned, pair, pair + ROTATED // 2)
+    half = tl.where(turned, ROTATED // 2, (D - ROTATED) // 2)
     kind = qkv.dtype.element_ty
     source = qkv + (row * (N + 2 * H) + head) * D + dim
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
         factor = tl.rsqrt(tl.sum(first * first + second * second, 0) / D + eps)
         norm = norms + head * D + dim
         first_norm = tl.load(norm, mask=mask, other=0.0).to(tl.float32)
-        second_norm = tl.load(norm + HALF, mask=mask, other=0.0).to(tl.float32)
+        second_norm = tl.load(norm + half, mask=mask, other=0.0).to(tl.float32)
         first = ((first * factor).to(kind).to(tl.float32) * first_norm).to(kind).to(tl.float32)
         second = ((second * factor).to(kind).to(tl.float32) * second_norm).to(kind).to(tl.float32)
     place = tl.load(positions + row) * D + dim
     first_out = first * tl.load(cosines + place, mask=mask, other=0.0).to(tl.float32)
     first_out -= second * tl.load(sines + place, mask=mask, other=0.0).to(tl.float32)
-    second_out = second * tl.load(cosines + place + HALF, mask=mask, other=0.0).to(tl.float32)
-    second_out += first * tl.load(sines + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    second_out = second * tl.load(cosines + place + half, mask=mask, other=0.0).to(tl.float32)
+    second_out += first * tl.load(sines + place + half, mask=mask, other=0.0).to(tl.float32)
     if head < N:
         target = queries + (row * N + head) * D + dim
         tl.store(target, (first_out * scale).to(kind), mask=mask)
-        tl.store(target + HALF, (second_out * scale).to(kind), mask=mask)
+        tl.store(target + half, (second_out * scale).to(kind), mask=mask)
     else:
         tl.store(source, first_out.to(kind), mask=mask)
-        tl.store(source + HALF, second_out.to(kind), mask=mask)
+        tl.store(source + half, second_out.to(kind), mask=mask)
 
 
 @triton.jit
