@@ -126,7 +126,6 @@ class Execution:
                 self._offload.report(metrics)
             found.append(metrics)
             total += share.detach()
-        self._module.mixtures.routing = None
         return Metrics.merged(found), total
 
     def broadcast(self, metrics: Metrics, total: Tensor) -> tuple[Metrics, Tensor]:

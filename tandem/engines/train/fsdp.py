@@ -257,6 +257,7 @@ class FSDPEngine:
                 check_finite(total, grad_norm)
                 self._state.step(lr, grad_norm, self._optim.clip_grad)
         finally:
+            self.module.mixtures.routing = None
             self.module.zero_grad(set_to_none=True)
             self._reshard()
         self._routers.finish(metrics, update=True)

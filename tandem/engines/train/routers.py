@@ -26,6 +26,7 @@ from tandem.observability.metrics import Metrics
 
 # The experts whose load is reported one by one; with more, only summaries are reported.
 _NAMED = 32
+_LOSSES = ("router_aux_loss_coef", "router_z_loss_coef")
 
 
 class Routers:
@@ -68,9 +69,9 @@ class Routers:
                 )
             elif name == "router_bias_update_rate" and adapted:
                 reason, expected = "adapters leave all other weights as they are", "lora_rank=0"
-            elif self._losses and grid.work["pp"].size() > 1:
+            elif name in _LOSSES and grid.work["pp"].size() > 1:
                 reason, expected = "pipeline stages do not compute router losses", "pipeline_parallel_size=1"
-            elif config.router_aux_loss_coef and grid.work["sequence"].size() > 1:
+            elif name == "router_aux_loss_coef" and grid.work["sequence"].size() > 1:
                 reason, expected = "the loss needs whole sequences", "ulysses_sequence_parallel_size=1"
             else:
                 continue
@@ -120,6 +121,8 @@ class Routers:
         rows_N = torch.searchsorted(part.offsets, origins_N, right=True).sub(1).clamp(min=0)
 
         def observe(layer: int, logits_NE: Tensor, chosen_NK: Tensor) -> Tensor:
+            if not self._losses:
+                logits_NE = logits_NE.detach()  # only for the metrics
             scores_NE = logits_NE.sigmoid() if routing.sigmoid else logits_NE.softmax(1)
             scores_NE = scores_NE / scores_NE.sum(1, keepdim=True)
             real_N1 = real_N.to(scores_NE.dtype).unsqueeze(1)
@@ -128,6 +131,8 @@ class Routers:
                 self._count(layer, scores_NE.detach() * real_N1, uses_NE)
                 if layer in routing.missed:
                     self._sums[layer, -1] += (routing.missed[layer] * real_N).sum()
+            if not self._losses:
+                return logits_NE.new_zeros(())
             # Megatron-LM and DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20) sum this over layers.
             uses_BE, scores_BE = (
                 uses_NE.new_zeros(count, uses_NE.shape[1]).index_add(0, rows_N, values_NE)
